@@ -1,0 +1,258 @@
+"""A compiled plan: what every process does in one iteration, and what every GPU holds meanwhile; pydantic and JSON.
+
+plan = read_plan("plan.json"); plan.summary.peak_hbm_bytes; plan.programs["train"][0]
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from rollplex.ir.errors import PlanError, Problem
+from rollplex.ir.steps import Step, Strict
+
+SCHEMA_VERSION = 1
+
+StateClass = Literal["permanent", "regenerable", "boundary", "phase-local"]
+Residency = Literal["hbm", "host", "dropped", "-"]
+BARRIERS = ("rollout-complete", "theta-quiet", "published")
+
+
+class PlannedObject(Strict):
+    """One line of the state contract: tensors with one lifetime and one policy, sized for one GPU."""
+
+    name: str
+    title: str
+    class_: StateClass = Field(alias="class")
+    role: str
+    process: str = Field(description="process kind that owns the pages")
+    readers: tuple[str, ...] = Field(default=(), description="process kinds that import the pages for the whole run")
+    bytes: int = Field(ge=0, description="bytes a GPU, rounded up to pages")
+    slots: int = Field(default=1, ge=1, description="equal parts, one for each microbatch")
+    attached: bool = False
+    host_backed: bool = Field(default=False, description="the pinned pool always holds a valid copy (frozen weights)")
+    recomputable: bool = Field(default=False, description="may be dropped and made again before its next use")
+    start: Residency = Field(description="where it is when an iteration starts, and again when it ends")
+    produced: str = Field(description="window that produces it; `start` when it is there from the start")
+    consumed: tuple[str, ...] = Field(description="windows that use it, in order")
+    residency: dict[str, Residency]
+    why: str = ""
+
+
+class WindowSummary(Strict):
+    """What a GPU and its share of the pinned pool hold, at most, in one window."""
+
+    name: str
+    phase: Literal["P1", "P2", "P3"]
+    seconds: float = Field(description="predicted")
+    hbm_bytes: int
+    host_bytes: int
+    by_object: dict[str, int] = Field(description="HBM bytes by object")
+
+
+class CaseBytes(Strict):
+    """Parameters of one layout case and their bytes over the whole model (language model, as in paper section 4.4)."""
+
+    params: int
+    bytes: int
+
+
+class TensorPlacement(Strict):
+    """Where one tensor of the actor lies for both engines."""
+
+    name: str
+    case: Literal[1, 2, 3]
+    why: str
+
+
+class LayoutSummary(Strict):
+    """The TP-sharing layout: paper section 3.3."""
+
+    q: int
+    order: Literal["stock", "reindex"]
+    cases: dict[str, CaseBytes]
+    case3_buffer_bytes: int
+    exchange_bytes_per_gpu: int
+    placement: dict[str, tuple[int, ...]] = Field(description="rollout engine -> GPUs of a node, by rollout rank")
+    tensors: tuple[TensorPlacement, ...]
+
+
+class OptimizerChunks(Strict):
+    """The streamed update: `count` chunks of at most `bytes` of FP32 state and gradient."""
+
+    count: int
+    elements: int = Field(description="parameters in one chunk")
+    bytes: int
+    workspace_bytes: int
+
+
+class Microbatches(Strict):
+    """Work units of the trainer: prompts a prefix step, responses a suffix step."""
+
+    prefix_prompts: int
+    suffix_responses: int
+    workspace_bytes: dict[str, int]
+
+
+class ChunkSummary(Strict):
+    """What the chunk-sizes pass decided."""
+
+    optimizer: OptimizerChunks
+    microbatch: Microbatches
+
+
+class Times(Strict):
+    """Predicted seconds of one iteration: equation 1 of the paper."""
+
+    decode_s: float
+    prefix_s: float
+    interference_s: float
+    post_s: float
+    exposed_transfer_s: float
+    serial_s: float
+    step_s: float
+    speedup_vs_serial: float
+    saving_bound_s: float
+
+
+class Policy(Strict):
+    """How the co-running processes share the GPU."""
+
+    kind: Literal["mps", "fixed", "none"]
+    share: float | None = None
+    why: str = ""
+
+
+class SolverResult(Strict):
+    """A solved pass: objective value, proven bound, and how the search ended. Seconds are not kept: plans repeat."""
+
+    name: str
+    status: Literal["optimal", "feasible"]
+    objective: str
+    value: float
+    bound: float
+
+
+class Summary(Strict):
+    """What `--plan-only` prints; there for infeasible plans too: what the schedule needs if capacity had no limit."""
+
+    capacity_bytes: int
+    host_capacity_bytes: int = Field(description="one GPU's share of the pinned pool")
+    peak_hbm_bytes: int
+    peak_window: str
+    peak_host_bytes: int
+    objects: tuple[PlannedObject, ...]
+    windows: tuple[WindowSummary, ...]
+    layout: LayoutSummary
+    chunks: ChunkSummary
+    times: Times
+    policy: Policy
+    solvers: tuple[SolverResult, ...]
+    warnings: tuple[str, ...]
+
+
+class ObjectBytes(Strict):
+    """An object and its bytes, for lists ordered by size."""
+
+    name: str
+    bytes: int
+
+
+class Remedy(Strict):
+    """One change to the job, what it frees in the window that is over, and what it costs."""
+
+    change: str
+    frees_bytes: int
+    costs_s: float
+
+
+class Infeasible(Strict):
+    """Why a job does not fit: the first window over capacity, by how much, and what is live in it."""
+
+    window: str
+    resource: Literal["hbm", "host"] = "hbm"
+    shortfall_bytes: int
+    objects: tuple[ObjectBytes, ...]
+    remedies: tuple[Remedy, ...]
+
+
+class ProcessKind(Strict):
+    """Processes that run one program: one a rank, placed on GPUs in rank order."""
+
+    engine: str
+    ranks: int
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+
+
+class NodeRecord(Strict):
+    """One node of the graph as data: `rx.masked_mean`, `torch.exp`, `Tensor.clamp`; references are {"ref": name}."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    loc: str = ""
+    phase: str = ""
+
+
+class Plan(Strict):
+    """The whole plan; `programs` has one list of steps for each process kind."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    feasible: bool
+    schedule: str
+    algorithm: str = Field(description="file and name of the algorithm")
+    job: dict[str, Any]
+    graph: tuple[NodeRecord, ...]
+    hosts: dict[str, str] = Field(default_factory=dict, description="host node -> name of the algorithm's parameter")
+    not_executable: tuple[str, ...] = Field(default=(), description="features no backend can execute yet")
+    summary: Summary
+    infeasible: Infeasible | None = None
+    processes: dict[str, ProcessKind]
+    programs: dict[str, tuple[Step, ...]]
+
+    def object(self, name: str) -> PlannedObject:
+        """The planned object of this name; KeyError if the plan has none (our own bug)."""
+        return next(o for o in self.summary.objects if o.name == name)
+
+    def to_json(self) -> str:
+        """Stable text: the same plan gives the same bytes."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1, sort_keys=False) + "\n"
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read and validate a plan file's form; whether it is safe to run is the checker's to say. Raises PlanError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as err:
+        raise PlanError(f"cannot read the plan: {err.strerror}", where=path) from None
+    except UnicodeDecodeError:
+        raise PlanError("the plan is not text", where=path, hint="pass a file made by `rollplex compile -o`") from None
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as err:
+        raise PlanError(f"not JSON: {err}", where=path, hint="compile the plan again") from None
+    return parse_plan(data, str(path))
+
+
+def parse_plan(data: Any, where: str = "plan") -> Plan:
+    """Build a plan from parsed JSON; every wrong key or value is reported at once."""
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise PlanError(
+            "not a plan: it has no schema_version", where=where, hint="pass a file made by `rollplex compile -o`"
+        )
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise PlanError(
+            f"schema_version {data['schema_version']!r}, this Rollplex reads {SCHEMA_VERSION}",
+            where=where,
+            hint="compile the plan again with this version",
+        )
+    try:
+        return Plan.model_validate(data)
+    except ValidationError as err:
+        problems = [Problem(e["msg"], f"{where}: {'.'.join(map(str, e['loc']))}") for e in err.errors()[:20]]
+        raise PlanError(*problems) from None

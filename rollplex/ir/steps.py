@@ -1,0 +1,179 @@
+"""The steps of a program: a closed union, data only; one `match` in the checker and one in the executor handle it.
+
+map actor.boundary          attach pages, contents undefined        unmap     detach them, contents gone
+fetch reference.weights     host -> HBM                             offload   HBM -> host, then detach
+drop actor.prefix_saved     discard what will be recomputed         run       one task of the graph
+signal / wait               an event, with the values it carries    barrier   all processes meet
+update_chunk / exchange / rebuild / publish                         phase P3
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    """Base of everything in a plan: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class _Step(Strict):
+    window: str = Field(description="name of the window the step belongs to")
+
+
+class Map(_Step):
+    """Attach fresh pages to an object; `imported` binds the pages that the owning process mapped."""
+
+    kind: Literal["map"] = "map"
+    object: str
+    imported: bool = False
+
+
+class Unmap(_Step):
+    """Detach an object's pages at its last use: its contents are gone unless the host holds a valid copy."""
+
+    kind: Literal["unmap"] = "unmap"
+    object: str
+    imported: bool = False
+
+
+class Fetch(_Step):
+    """Copy an object from the pinned pool into freshly mapped HBM."""
+
+    kind: Literal["fetch"] = "fetch"
+    object: str
+
+
+class Offload(_Step):
+    """Copy an object from HBM into the pinned pool and detach its pages."""
+
+    kind: Literal["offload"] = "offload"
+    object: str
+
+
+class Drop(_Step):
+    """Discard a regenerable object or a recomputable saved state: it will be made again before its next use."""
+
+    kind: Literal["drop"] = "drop"
+    object: str
+
+
+Task = Literal["load", "host", "generate", "prefix", "suffix", "train", "prefix_backward", "grad_norm"]
+
+
+class Run(_Step):
+    """Execute one task of the graph for one microbatch.
+
+    `reads` / `writes` are objects in HBM; `streams` are objects that live in the pinned pool and that the task moves
+    piecewise over the host link (offloaded saved tensors); `inputs` / `outputs` are small host values.
+    """
+
+    kind: Literal["run"] = "run"
+    task: Task
+    node: str = Field(description="graph node the task executes")
+    role: str = ""
+    microbatch: int = 0
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+class Signal(_Step):
+    """Announce an event; processes that wait for it receive the values it carries."""
+
+    kind: Literal["signal"] = "signal"
+    event: str
+    carries: tuple[str, ...] = ()
+
+
+class Wait(_Step):
+    """Block until the event has been signalled in this iteration."""
+
+    kind: Literal["wait"] = "wait"
+    event: str
+
+
+class Barrier(_Step):
+    """All processes meet; the three barriers of paper section 3.1 are rollout-complete, theta-quiet and published."""
+
+    kind: Literal["barrier"] = "barrier"
+    name: str
+
+
+class Exchange(_Step):
+    """A collective over a group of ranks: `all_reduce` of gradients (dp) or in-place `all_gather` of slabs (q)."""
+
+    kind: Literal["exchange"] = "exchange"
+    group: str
+    op: Literal["all_reduce", "all_gather"]
+    object: str
+    nbytes: int = Field(description="bytes a GPU receives")
+
+
+class UpdateChunk(_Step):
+    """Adam on elements [start, stop) of the rank's flat parameter order; state is streamed where it is not resident."""
+
+    kind: Literal["update_chunk"] = "update_chunk"
+    role: str
+    index: int
+    start: int
+    stop: int
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
+
+
+class Rebuild(_Step):
+    """Copy and permute the case-3 tensors of a snapshot into the buffer that the rollout engine reads."""
+
+    kind: Literal["rebuild"] = "rebuild"
+    object: str
+    reads: tuple[str, ...] = ()
+
+
+class Publish(_Step):
+    """Declare the rewritten snapshot to be theta_k+1: from here on it may be read again."""
+
+    kind: Literal["publish"] = "publish"
+    object: str
+
+
+Step = Annotated[
+    Map | Unmap | Fetch | Offload | Drop | Run | Signal | Wait | Barrier | Exchange | UpdateChunk | Rebuild | Publish,
+    Field(discriminator="kind"),
+]
+
+
+def touched(step: Step) -> tuple[str, ...]:
+    """Objects whose bytes this step reads or writes in HBM."""
+    match step:
+        case Run() | UpdateChunk():
+            return (*step.reads, *step.writes)
+        case Rebuild():
+            return (*step.reads, step.object)
+        case Exchange() | Publish():
+            return (step.object,)
+        case _:
+            return ()
+
+
+def describe(step: Step) -> str:
+    """One line for messages and logs: `run train actor mb 3`."""
+    match step:
+        case Run():
+            return f"run {step.task} {step.role or step.node} mb {step.microbatch}".rstrip()
+        case UpdateChunk():
+            return f"update_chunk {step.role} {step.index}"
+        case Signal() | Wait():
+            return f"{step.kind} {step.event}"
+        case Barrier():
+            return f"barrier {step.name}"
+        case Exchange():
+            return f"exchange {step.op} {step.object} over {step.group}"
+        case _:
+            return f"{step.kind} {step.object}"
