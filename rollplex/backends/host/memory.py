@@ -1,0 +1,217 @@
+"""Host arenas: memfd pages mapped with MAP_FIXED over a PROT_NONE reservation, so a use after unmap faults as on a GPU.
+
+    memory = HostMemory()
+    arena = memory.reserve("actor.snapshot", nbytes)     # addresses only
+    weights = arena.view(0, (64, 64), torch.bfloat16)    # valid for ever, touchable while mapped
+    arena.map(); fds = arena.export(); arena.unmap()     # the pages go when the last process lets them go
+
+There are no files and no named shared memory: pages vanish with the processes that hold them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from rollplex.ir.errors import OutOfMemory, PlanError
+
+CHUNK_BYTES = 64 << 20
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_PROT_NONE = 0
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """`nbytes` rounded up to a whole number of `unit`."""
+    return -(-nbytes // unit) * unit
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
+    at = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if at == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return at
+
+
+class _Reservation:
+    """An address range without pages; given back when the arena and every view over it are gone."""
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+        self.address = _mmap(None, nbytes, _PROT_NONE, flags)
+        self.nbytes = nbytes
+        self._free = weakref.finalize(self, _libc.munmap, self.address, nbytes)
+
+    def cover(self) -> None:
+        """Lay the empty range over whatever pages are mapped, in one system call."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE | _MAP_FIXED
+        _mmap(self.address, self.nbytes, _PROT_NONE, flags)
+
+
+class HostArena:
+    """`Arena` on a host: pages are memfds of at most `chunk_bytes`."""
+
+    def __init__(self, name: str, nbytes: int, chunk_bytes: int) -> None:
+        self._name = name
+        self._range = _Reservation(nbytes)
+        self._chunk_bytes = chunk_bytes
+        self._fds: list[int] = []
+        self._mapped = False
+        # A ctypes array may carry attributes only when its type is a subclass; views keep it, it keeps the range.
+        self._buffer = type("ArenaBuffer", (ctypes.c_char * nbytes,), {}).from_address(self._range.address)
+        self._buffer.reservation = self._range
+        self._close_fds = weakref.finalize(self, _close_all, self._fds)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def nbytes(self) -> int:
+        return self._range.nbytes
+
+    @property
+    def address(self) -> int:
+        return self._range.address
+
+    @property
+    def mapped(self) -> bool:
+        return self._mapped
+
+    @property
+    def adopted(self) -> bool:
+        return self._mapped and not self._fds
+
+    def map(self, writable: bool = True) -> None:
+        self._refuse_if(self._mapped, "map of an arena that is mapped already", "unmap it first, or drop this map")
+        for offset in range(0, self.nbytes, self._chunk_bytes):
+            self._fds.append(self._new_pages(min(self._chunk_bytes, self.nbytes - offset)))
+        self._lay(self._fds, writable)
+
+    def unmap(self) -> None:
+        self._refuse_if(not self._mapped, "unmap of an arena that is not mapped", "map it first, or drop this unmap")
+        self._range.cover()
+        _close_all(self._fds)
+        self._mapped = False
+
+    def export(self) -> list[int]:
+        self._refuse_if(not self._mapped, "export of an arena without pages", "map it first")
+        self._refuse_if(self.adopted, "export of pages that another process owns", "export them from their owner")
+        return [os.dup(fd) for fd in self._fds]
+
+    def adopt(self, fds: Sequence[int], writable: bool = False) -> None:
+        owned = list(fds)
+        try:
+            self._refuse_if(self._mapped, "adopt into an arena that is mapped already", "unmap it first")
+            got = sum(os.fstat(fd).st_size for fd in owned)
+            what = f"adopt of {got} bytes into a range of {self.nbytes} bytes"
+            self._refuse_if(got != self.nbytes, what, "reserve the same bytes on both sides")
+            self._lay(owned, writable)
+        finally:
+            _close_all(owned)
+
+    def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        numel = prod(shape)
+        stop = offset_bytes + numel * dtype.itemsize
+        assert 0 <= offset_bytes <= stop <= self.nbytes, f"{self.name}: view of [{offset_bytes}, {stop}) bytes"
+        assert offset_bytes % dtype.itemsize == 0, f"{self.name}: offset {offset_bytes} is not aligned to {dtype}"
+        if numel == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=offset_bytes)
+        return flat.view(tuple(shape))
+
+    def inodes(self) -> list[int]:
+        """Inodes of the pages behind the range, in order: equal in two processes that share them."""
+        with open("/proc/self/maps") as maps:
+            rows = [line.split() for line in maps]
+        starts = [(int(row[0].split("-")[0], 16), int(row[4])) for row in rows]
+        return [inode for start, inode in starts if self.address <= start < self.address + self.nbytes and inode]
+
+    def close(self) -> None:
+        if self._mapped:
+            self.unmap()
+
+    def _new_pages(self, nbytes: int) -> int:
+        """A memfd whose pages exist now, not at first touch: a full machine is an error here, not a SIGBUS later."""
+        fd = os.memfd_create(f"rollplex:{self.name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(fd)
+            self.close_partial()
+            raise self._no_pages(nbytes, error) from error
+        return fd
+
+    def close_partial(self) -> None:
+        """Give back the chunks of a map that failed half-way."""
+        self._range.cover()
+        _close_all(self._fds)
+
+    def _lay(self, fds: Sequence[int], writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        at = self.address
+        for fd in fds:
+            nbytes = os.fstat(fd).st_size
+            _mmap(at, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            at += nbytes
+        self._mapped = True
+
+    def _no_pages(self, nbytes: int, error: OSError) -> OutOfMemory:
+        what = f"the host gave no {nbytes} bytes of {self.nbytes} for {self.name} ({error.strerror})"
+        return OutOfMemory(what, where="host memory", hint="free memory on this machine, or shrink the workload")
+
+    def _refuse_if(self, wrong: bool, what: str, hint: str) -> None:
+        if wrong:
+            raise PlanError(what, where=self.name, hint=hint)
+
+
+class HostMemory:
+    """`Memory` of a host process."""
+
+    def __init__(self, page_bytes: int = mmap.PAGESIZE, chunk_bytes: int = CHUNK_BYTES) -> None:
+        assert page_bytes % mmap.PAGESIZE == 0, f"page_bytes {page_bytes} is no multiple of {mmap.PAGESIZE}"
+        assert chunk_bytes % page_bytes == 0, f"chunk_bytes {chunk_bytes} is no multiple of {page_bytes}"
+        self._page_bytes = page_bytes
+        self._chunk_bytes = chunk_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return self._page_bytes
+
+    def reserve(self, name: str, nbytes: int) -> HostArena:
+        rounded = max(round_up(nbytes, self.page_bytes), self.page_bytes)
+        try:
+            return HostArena(name, rounded, self._chunk_bytes)
+        except OSError as error:
+            what = f"no address range of {rounded} bytes for {name} ({error.strerror})"
+            raise OutOfMemory(
+                what, where="host memory", hint="raise the limit on virtual memory (ulimit -v)"
+            ) from error
+
+
+def lock_pages(address: int, nbytes: int) -> str:
+    """Pin a mapped range in RAM; returns "" or why the kernel refused (a small RLIMIT_MEMLOCK, mostly)."""
+    if _libc.mlock(address, nbytes) == 0:
+        return ""
+    return f"mlock of {nbytes} bytes: {os.strerror(ctypes.get_errno())}"
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

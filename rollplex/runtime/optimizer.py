@@ -1,0 +1,231 @@
+"""Chunked Adam over one rank's flat state: norm and clipping first, then load, update, store chunk by chunk.
+
+    slabs       |embed........|layers.0.q.....|layers.0.k..|...   one flat order of all parameters of the rank
+    chunks      [   0   )[   1   )[   2   )[   3  ) ...           element ranges; a boundary may fall anywhere
+    a chunk     load   host master, moments, gradient -> workspace (clipped on the way)
+                update torch's own Adam on the workspace, one call for each stretch of equal weight decay
+                store  workspace -> host state, and the cast master -> the snapshot that rollout reads
+
+The result does not depend on the chunks, to the bit: Adam is elementwise, and the norm is summed in blocks that are
+fixed by the slabs. `load`, `update` and `store` touch nothing but their own workspace and the chunk's own range, so
+neighbouring chunks may run them at the same time on different workspaces. Paper section 3.3; design.md section 6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch.optim.adam import adam
+
+from rollplex.ir.errors import RunError
+
+# At most torch's grain size (32768), so that one thread sums a block, whatever the number of threads.
+NORM_BLOCK = 16384
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One parameter in the flat order: elements [offset, offset + numel)."""
+
+    name: str
+    numel: int
+    offset: int
+    decay: bool = True
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class AdamConfig:
+    """Hyper-parameters; `decoupled` is AdamW, otherwise the decay joins the gradient as in Adam."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """The rank's permanent state and gradient, each one flat tensor over all slabs; mostly views of host slots."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Room for one chunk in flight: master, both moments, gradient; each at least a chunk long, in the state's dtype."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+
+
+def state_dtype(param: torch.dtype) -> torch.dtype:
+    """Master weights and moments: float64 for float64 parameters, float32 for all others."""
+    return torch.float64 if param == torch.float64 else torch.float32
+
+
+def flat_layout(sizes: Iterable[tuple[str, int]], decay: Callable[[str], bool] = lambda name: True) -> tuple[Slab, ...]:
+    """Slabs laid end to end in the given order; `decay(name)` says which ones weight decay applies to."""
+    slabs, offset = [], 0
+    for name, numel in sizes:
+        slabs.append(Slab(name, numel, offset, decay(name)))
+        offset += numel
+    return tuple(slabs)
+
+
+def even_chunks(numel: int, count: int) -> tuple[tuple[int, int], ...]:
+    """At most `count` element ranges [start, stop) that cover `numel`, equal but for the last one."""
+    size = max(-(-numel // count), 1)
+    return tuple((start, min(start + size, numel)) for start in range(0, numel, size))
+
+
+def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab]) -> float:
+    """Sum of squares of the slabs of a flat gradient, in float64.
+
+    Blocks start at slab starts and `fsum` rounds once, so neither chunks nor the order of the slabs change a bit.
+    """
+    return math.fsum(
+        float(block.double().square().sum())
+        for slab in slabs
+        for block in grad[slab.offset : slab.stop].split(NORM_BLOCK)
+        if block.numel()
+    )
+
+
+def global_norm(grad: torch.Tensor, slabs: Iterable[Slab], others: Iterable[float] = ()) -> float:
+    """The gradient's norm; `others` are the sums of squares of the other ranks' parts (each parameter counted once)."""
+    return math.sqrt(math.fsum([sum_squares(grad, slabs), *others]))
+
+
+def clip_scale(norm: float, max_norm: float | None) -> float:
+    """What torch.nn.utils.clip_grad_norm_ multiplies by: min(1, max_norm / (norm + 1e-6)); 1 if `max_norm` is None.
+
+    RunError if the norm is not finite: one such step would publish weights that nothing can repair.
+    """
+    if not math.isfinite(norm):
+        raise RunError(
+            f"the gradient's norm is {norm}: the update is refused and the last snapshot stays",
+            where="optimizer",
+            hint="lower optimizer.lr, or look for log-probabilities of -inf in the loss",
+        )
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def allocate_workspace(numel: int, dtype: torch.dtype) -> Workspace:
+    """A workspace of its own for chunks of at most `numel` elements: 4 * numel * itemsize bytes."""
+    return Workspace(*(torch.empty(numel, dtype=dtype) for _ in range(4)))
+
+
+class ChunkedAdam:
+    """Adam for one rank, over flat element ranges.
+
+    `snapshot[name]` receives the cast of the slab `name`: contiguous, `numel` elements, any float dtype; usually a view
+    of the arena that rollout maps. A missing name is a slab whose parameter is the master itself.
+    """
+
+    def __init__(
+        self, config: AdamConfig, slabs: Sequence[Slab], state: FlatState, snapshot: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.config = config
+        self.slabs = tuple(slabs)
+        self.state = state
+        self.snapshot = {name: tensor.view(-1) for name, tensor in snapshot.items()}
+        _check_shapes(self.slabs, state, self.snapshot)
+
+    def step(
+        self,
+        chunks: Iterable[tuple[int, int]],
+        step: int,
+        scale: float = 1.0,
+        workspace: Workspace | None = None,
+        done: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """One update, chunk after chunk: `step` counts from 1 and is the caller's to keep, `scale` is `clip_scale`'s.
+
+        `done(start, stop)` is called after each stored chunk. Without a workspace the state is updated in place.
+        """
+        for start, stop in chunks:
+            work = self.load(start, stop, scale, workspace)
+            self.update(work, start, stop, step)
+            self.store(work, start, stop)
+            if done is not None:
+                done(start, stop)
+
+    def load(self, start: int, stop: int, scale: float, workspace: Workspace | None = None) -> Workspace:
+        """Bring the chunk's state and clipped gradient into the workspace; returns views of the chunk's length."""
+        state, numel = self.state, stop - start
+        if workspace is None:
+            grad = (state.grad[start:stop].to(state.master.dtype)).mul(scale)
+            return Workspace(state.master[start:stop], state.exp_avg[start:stop], state.exp_avg_sq[start:stop], grad)
+        work = Workspace(*(part[:numel] for part in _parts(workspace)))
+        for into, part in zip(_parts(work), _parts(state), strict=True):
+            into.copy_(part[start:stop])
+        work.grad.mul_(scale)
+        return work
+
+    def update(self, work: Workspace, start: int, stop: int, step: int) -> None:
+        """Adam on the workspace, in place; touches neither host state nor snapshot."""
+        config = self.config
+        for decay, low, high in self._stretches(start, stop):
+            master, exp_avg, exp_avg_sq, grad = (part[low - start : high - start] for part in _parts(work))
+            adam(
+                [master], [grad], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step - 1))],
+                foreach=False, amsgrad=False, beta1=config.betas[0], beta2=config.betas[1], lr=config.lr,
+                weight_decay=config.weight_decay if decay else 0.0, eps=config.eps, maximize=False,
+                decoupled_weight_decay=config.decoupled,
+            )  # fmt: skip
+
+    def store(self, work: Workspace, start: int, stop: int) -> None:
+        """Write the state back and the cast master into the snapshot; the gradient is spent."""
+        state = self.state
+        if work.master.data_ptr() != state.master[start:stop].data_ptr():
+            for kept, part in zip(_parts(state)[:3], _parts(work)[:3], strict=True):
+                kept[start:stop].copy_(part)
+        self.publish(work.master, start, stop)
+
+    def publish(self, master: torch.Tensor, start: int, stop: int) -> None:
+        """Cast master weights of elements [start, stop) into the snapshot; the whole range is a first snapshot."""
+        for slab, low, high in overlaps(self.slabs, start, stop):
+            if slab.name in self.snapshot:
+                into = self.snapshot[slab.name][low - slab.offset : high - slab.offset]
+                into.copy_(master[low - start : high - start])
+
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[bool, int, int]]:
+        """Maximal runs of elements with the same weight decay."""
+        for decay, run in groupby(overlaps(self.slabs, start, stop), key=lambda part: part[0].decay):
+            parts = list(run)
+            yield decay, parts[0][1], parts[-1][2]
+
+
+def overlaps(slabs: Iterable[Slab], start: int, stop: int) -> Iterator[tuple[Slab, int, int]]:
+    """The slabs that [start, stop) meets, each with the part of the range inside it."""
+    for slab in slabs:
+        low, high = max(start, slab.offset), min(stop, slab.stop)
+        if low < high:
+            yield slab, low, high
+
+
+def _parts(state: FlatState | Workspace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return state.master, state.exp_avg, state.exp_avg_sq, state.grad
+
+
+def _check_shapes(slabs: Sequence[Slab], state: FlatState, snapshot: Mapping[str, torch.Tensor]) -> None:
+    numel = slabs[-1].stop if slabs else 0
+    for part in _parts(state):
+        assert part.shape == (numel,), f"flat state of shape {tuple(part.shape)} for {numel} elements"
+    for slab in slabs:
+        got = snapshot[slab.name].numel() if slab.name in snapshot else slab.numel
+        assert got == slab.numel, f"{slab.name}: snapshot of {got} elements, slab of {slab.numel}"
