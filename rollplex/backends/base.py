@@ -51,7 +51,7 @@ class Arena(Protocol):
         ...
 
     def unmap(self) -> None:
-        """Let the pages go; whoever adopted them keeps them. A later touch of any view faults. PlanError if unmapped."""
+        """Let the pages go; whoever adopted them keeps them, a later touch of a view faults. PlanError if unmapped."""
         ...
 
     def export(self) -> list[int]:

@@ -64,7 +64,7 @@ class FlatState:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Room for one chunk in flight: master, both moments, gradient; each at least a chunk long, in the state's dtype."""
+    """Room for one chunk in flight: master, both moments, gradient; each at least a chunk long, in the state dtype."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor

@@ -17,13 +17,16 @@ import os
 import weakref
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 
 from rollplex.ir.errors import OutOfMemory, PlanError
 
 CHUNK_BYTES = 64 << 20
-_MAP_FIXED = 0x10
+_MAP_FIXED = 0x10  # the mmap module of Python 3.11 lacks these
+_MAP_NORESERVE = 0x4000
+_EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _PROT_NONE = 0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -52,15 +55,22 @@ class _Reservation:
     """An address range without pages; given back when the arena and every view over it are gone."""
 
     def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
-        self.address = _mmap(None, nbytes, _PROT_NONE, flags)
+        self.address = _mmap(None, nbytes, _PROT_NONE, _EMPTY)
         self.nbytes = nbytes
         self._free = weakref.finalize(self, _libc.munmap, self.address, nbytes)
 
     def cover(self) -> None:
         """Lay the empty range over whatever pages are mapped, in one system call."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE | _MAP_FIXED
-        _mmap(self.address, self.nbytes, _PROT_NONE, flags)
+        _mmap(self.address, self.nbytes, _PROT_NONE, _EMPTY | _MAP_FIXED)
+
+
+def _buffer_over(reserved: _Reservation) -> ctypes.Array[ctypes.c_char]:
+    """A ctypes array over the range; tensors made from it keep it alive, and it keeps the range reserved."""
+    # Only an instance of a subclass takes attributes of its own.
+    kind: Any = type("ArenaBuffer", (ctypes.c_char * reserved.nbytes,), {})
+    buffer = kind.from_address(reserved.address)
+    buffer.reserved = reserved
+    return buffer
 
 
 class HostArena:
@@ -72,9 +82,7 @@ class HostArena:
         self._chunk_bytes = chunk_bytes
         self._fds: list[int] = []
         self._mapped = False
-        # A ctypes array may carry attributes only when its type is a subclass; views keep it, it keeps the range.
-        self._buffer = type("ArenaBuffer", (ctypes.c_char * nbytes,), {}).from_address(self._range.address)
-        self._buffer.reservation = self._range
+        self._buffer = _buffer_over(self._range)
         self._close_fds = weakref.finalize(self, _close_all, self._fds)
 
     @property
@@ -143,6 +151,7 @@ class HostArena:
         return [inode for start, inode in starts if self.address <= start < self.address + self.nbytes and inode]
 
     def close(self) -> None:
+        # The range itself goes with the last view over it, so that a stale view faults instead of reading strangers.
         if self._mapped:
             self.unmap()
 
@@ -154,14 +163,9 @@ class HostArena:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(fd)
-            self.close_partial()
+            _close_all(self._fds)
             raise self._no_pages(nbytes, error) from error
         return fd
-
-    def close_partial(self) -> None:
-        """Give back the chunks of a map that failed half-way."""
-        self._range.cover()
-        _close_all(self._fds)
 
     def _lay(self, fds: Sequence[int], writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
