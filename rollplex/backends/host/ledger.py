@@ -1,0 +1,350 @@
+"""The bytes of one device, counted for all processes that share it: no object beyond capacity, every change on record.
+
+    ledger = Ledger.create("gpu0", capacity_bytes, process="train0")      one process makes it,
+    ledger = Ledger.attach(fd, process="rollout0")                        the others get its fd
+    ledger.mark("P1 decode"); ledger.acquire("rollout.kv", nbytes, "map rollout.kv"); ledger.release("rollout.kv", ..)
+
+The table is JSON in a memfd, in two slots of which one counts, so that a process killed while it writes leaves the
+table as it was. A file lock keeps processes apart; the kernel opens it when its holder dies. The same class counts the
+pinned host pool (device HOST). `usage.py` turns the logs of several processes into bytes by window.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import struct
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from rollplex.ir.errors import EngineError, OutOfMemory, PlanError
+
+HOST = "host"  # the pinned pool, as a device
+GIB = 1 << 30
+_SLOT_BYTES = 1 << 20
+_ACTIVE = struct.Struct("<Q")  # which slot counts; written last
+_LENGTH = struct.Struct("<Q")
+_LOCK_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Entry:
+    """One live object; `touched` is the measured peak inside a reservation, `readers` the processes that adopted it."""
+
+    process: str
+    object: str
+    nbytes: int
+    touched: int = 0
+    readers: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One change: what it added or took (`nbytes`), and the device's total after it. `ns` is CLOCK_MONOTONIC."""
+
+    ns: int
+    seq: int
+    process: str
+    window: str
+    kind: Literal["acquire", "release", "touch"]
+    object: str
+    nbytes: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A window begins; `live` is what the device held at that moment, by object."""
+
+    ns: int
+    seq: int
+    process: str
+    window: str
+    live: dict[str, int]
+
+
+@dataclass
+class _Table:
+    device: str
+    capacity: int
+    page: int
+    seq: int = 0
+    peak: int = 0
+    live: list[Entry] = field(default_factory=list)
+    windows: dict[str, str] = field(default_factory=dict)
+    last_window: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(entry.nbytes for entry in self.live)
+
+    def find(self, process: str, name: str) -> Entry | None:
+        return next((e for e in self.live if e.process == process and e.object == name), None)
+
+    def window(self, process: str) -> str:
+        return self.windows.get(process, self.last_window)
+
+
+class Ledger:
+    """One process' hand on the shared table of a device. Every call waits at most 30 s for the other processes."""
+
+    def __init__(self, fd: int, process: str) -> None:
+        """Use `create` or `attach`."""
+        # A file description of our own: flock excludes by description, and an inherited or sent fd would share it.
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self.process = process
+        self._events: list[Event] = []
+        self._marks: list[Mark] = []
+        table = self._read()
+        self.device, self.capacity_bytes, self.page_bytes = table.device, table.capacity, table.page
+        self.window = ""  # the last one marked by this process
+
+    @classmethod
+    def create(cls, device: str, capacity_bytes: int, page_bytes: int = mmap.PAGESIZE, *, process: str) -> Ledger:
+        """A new, empty table for `device`; `process` names the caller in tables and logs."""
+        fd = os.memfd_create(f"rollplex:ledger:{device}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, _ACTIVE.size + 2 * _SLOT_BYTES)
+            _write(fd, _Table(device, capacity_bytes, page_bytes))
+            return cls(fd, process)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def attach(cls, fd: int, *, process: str) -> Ledger:
+        """Join the table behind a received fd, which is taken over and closed."""
+        try:
+            return cls(fd, process)
+        finally:
+            os.close(fd)
+
+    def export(self) -> int:
+        """A new fd of the table to send to another process; the caller closes it."""
+        return os.dup(self._fd)
+
+    def close(self) -> None:
+        """Let go of the table; it vanishes with its last process. What this process holds stays on it: see `forget`."""
+        self._close()
+
+    def acquire(self, name: str, nbytes: int, step: str) -> int:
+        """Count an object of this process; returns its bytes in whole pages.
+
+        OutOfMemory over capacity, PlanError if the process holds the object already.
+        """
+        with self._table() as table:
+            if table.find(self.process, name):
+                raise self._plan_error(f"{step}: {name} is mapped already by {self.process}", "drop the second map")
+            pages = self._pages(nbytes)
+            self._check_room(table, name, pages, step)
+            table.live.append(Entry(self.process, name, pages))
+            self._log(table, "acquire", name, pages)
+        return pages
+
+    def release(self, name: str, step: str) -> int:
+        """Stop counting an object; returns its bytes. PlanError if it is not held, or other processes still read it."""
+        with self._table() as table:
+            entry = self._held(table, name, step)
+            self._refuse_readers(entry, step)
+            table.live.remove(entry)
+            self._log(table, "release", name, entry.nbytes)
+        return entry.nbytes
+
+    def check_release(self, name: str, step: str) -> None:
+        """Raise what `release` would raise now, and change nothing: to be asked before pages are let go."""
+        with self._table(write=False) as table:
+            self._refuse_readers(self._held(table, name, step), step)
+
+    def touch(self, name: str, nbytes: int, step: str) -> None:
+        """Record bytes measured inside a reservation; one that proves too small grows, if the device has room."""
+        with self._table() as table:
+            entry = self._held(table, name, step)
+            more = self._pages(nbytes) - entry.nbytes
+            if more > 0:
+                self._check_room(table, name, more, step)
+                entry.nbytes += more
+                self._log(table, "acquire", name, more)
+            entry.touched = max(entry.touched, nbytes)
+            self._log(table, "touch", name, nbytes)
+
+    def borrow(self, name: str, owner: str, step: str) -> None:
+        """Note that this process has adopted `owner`'s object: no bytes, but the owner may not release it now."""
+        with self._table() as table:
+            entry = table.find(owner, name)
+            if entry is None:
+                raise self._plan_error(f"{step}: {owner} holds no {name}", "map it in its owner first")
+            if self.process in entry.readers:
+                raise self._plan_error(f"{step}: {name} is mapped already by {self.process}", "drop the second map")
+            entry.readers.append(self.process)
+
+    def give_back(self, name: str, owner: str, step: str) -> None:
+        """End a `borrow`."""
+        with self._table() as table:
+            entry = table.find(owner, name)
+            if entry is None or self.process not in entry.readers:
+                raise self._plan_error(f"{step}: {self.process} has not mapped {name} of {owner}", "drop this unmap")
+            entry.readers.remove(self.process)
+
+    def mark(self, window: str) -> None:
+        """A window begins in this process."""
+        self.window = window
+        with self._table() as table:
+            table.windows[self.process] = table.last_window = window
+            table.seq += 1
+            self._marks.append(Mark(time.monotonic_ns(), table.seq, self.process, window, _by_object(table)))
+
+    def forget(self, process: str) -> int:
+        """Strike out everything of a process that is dead, whose pages the kernel has freed; returns the bytes."""
+        with self._table() as table:
+            gone = [entry for entry in table.live if entry.process == process]
+            table.live = [entry for entry in table.live if entry.process != process]
+            for entry in table.live:
+                entry.readers = [reader for reader in entry.readers if reader != process]
+            for entry in gone:
+                self._log(table, "release", entry.object, entry.nbytes)
+        return sum(entry.nbytes for entry in gone)
+
+    def live(self) -> list[Entry]:
+        """What the device holds now, the largest first."""
+        with self._table(write=False) as table:
+            return _by_size(table)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes live on the device now."""
+        with self._table(write=False) as table:
+            return table.total
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes ever live at once."""
+        with self._table(write=False) as table:
+            return table.peak
+
+    def events(self) -> list[Event]:
+        """This process' changes since the last `take_log`."""
+        return list(self._events)
+
+    def marks(self) -> list[Mark]:
+        """This process' windows since the last `take_log`."""
+        return list(self._marks)
+
+    def take_log(self) -> tuple[list[Event], list[Mark]]:
+        """Events and marks for the step report; the log starts again empty."""
+        events, marks = self._events, self._marks
+        self._events, self._marks = [], []
+        return events, marks
+
+    def _pages(self, nbytes: int) -> int:
+        return -(-nbytes // self.page_bytes) * self.page_bytes
+
+    def _held(self, table: _Table, name: str, step: str) -> Entry:
+        entry = table.find(self.process, name)
+        if entry is None:
+            raise self._plan_error(f"{step}: {self.process} holds no {name}", "map it first, or drop this step")
+        return entry
+
+    def _refuse_readers(self, entry: Entry, step: str) -> None:
+        if entry.readers:
+            readers = ", ".join(sorted(entry.readers))
+            hint = "let the readers unmap it first: a signal from them is missing before this step"
+            raise self._plan_error(f"{step}: {entry.object} is still mapped by {readers}", hint)
+
+    def _log(self, table: _Table, kind: Literal["acquire", "release", "touch"], name: str, nbytes: int) -> None:
+        table.seq += 1
+        table.peak = max(table.peak, table.total)
+        at, window = time.monotonic_ns(), table.window(self.process)
+        self._events.append(Event(at, table.seq, self.process, window, kind, name, nbytes, table.total))
+
+    def _check_room(self, table: _Table, name: str, nbytes: int, step: str) -> None:
+        shortfall = table.total + nbytes - table.capacity
+        if shortfall <= 0:
+            return
+        window = table.window(self.process)
+        where = f"{self.device}: {step}" + (f", window {window}" if window else "")
+        raise OutOfMemory(_out_of_memory(table, name, nbytes, shortfall), where=where, hint=_remedy(table, name))
+
+    def _plan_error(self, what: str, hint: str) -> PlanError:
+        return PlanError(what, where=self.device, hint=hint)
+
+    @contextmanager
+    def _table(self, write: bool = True) -> Iterator[_Table]:
+        """The table under the lock; written back when the block ends well, unchanged when it raises."""
+        self._lock()
+        try:
+            table = self._read()
+            yield table
+            if write:
+                _write(self._fd, table)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self) -> None:
+        """Ends when the holder unlocks or dies; EngineError after 30 s, when a holder must be stopped or hung."""
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    what = f"a process has kept the memory ledger locked for {_LOCK_TIMEOUT_S:g} s"
+                    hint = "one of the processes of this device is stopped or hung: end it"
+                    raise EngineError(what, where=self.device, hint=hint) from None
+                time.sleep(0.0002)
+
+    def _read(self) -> _Table:
+        (active,) = _ACTIVE.unpack(os.pread(self._fd, _ACTIVE.size, 0))
+        at = _ACTIVE.size + active * _SLOT_BYTES
+        (length,) = _LENGTH.unpack(os.pread(self._fd, _LENGTH.size, at))
+        data = json.loads(os.pread(self._fd, length, at + _LENGTH.size))
+        data["live"] = [Entry(**entry) for entry in data["live"]]
+        return _Table(**data)
+
+
+def _write(fd: int, table: _Table) -> None:
+    """Fill the slot that does not count, then make it count."""
+    body = json.dumps(asdict(table)).encode()
+    assert len(body) + _LENGTH.size <= _SLOT_BYTES, f"{len(table.live)} live objects do not fit the ledger"
+    (active,) = _ACTIVE.unpack(os.pread(fd, _ACTIVE.size, 0))
+    os.pwrite(fd, _LENGTH.pack(len(body)) + body, _ACTIVE.size + (1 - active) * _SLOT_BYTES)
+    os.pwrite(fd, _ACTIVE.pack(1 - active), 0)
+
+
+def _by_size(table: _Table) -> list[Entry]:
+    return sorted(table.live, key=lambda entry: (-entry.nbytes, entry.object, entry.process))
+
+
+def _by_object(table: _Table) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for entry in table.live:
+        sums[entry.object] = sums.get(entry.object, 0) + entry.nbytes
+    return sums
+
+
+def _out_of_memory(table: _Table, name: str, nbytes: int, shortfall: int) -> str:
+    rows = [f"    {amount(e.nbytes):>12}  {e.object}  ({e.process})" for e in _by_size(table)]
+    head = (
+        f"{name} asks for {amount(nbytes)}, but {amount(table.total)} of {amount(table.capacity)} are live: "
+        f"{amount(shortfall)} ({shortfall} bytes) too many"
+    )
+    return "\n".join([head, *rows])
+
+
+def _remedy(table: _Table, name: str) -> str:
+    if table.device == HOST:
+        return "raise the cluster's host memory in the job, or let the plan keep less on the host"
+    largest = next((entry.object for entry in _by_size(table) if entry.object != name), None)
+    if largest is None:
+        return f"split {name} into smaller parts, or plan for a device with more memory"
+    return f"release or offload {largest} before this step, or make {name} smaller; compile shows the plan's peak"
+
+
+def amount(nbytes: int) -> str:
+    """Bytes for people: GiB from 0.1 GiB on, MiB below."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.2f} MiB"
