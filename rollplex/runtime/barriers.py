@@ -1,0 +1,96 @@
+"""The three barriers and the events of one iteration, as state machines that the controller steps by messages.
+
+    state   theta_k                       consumes                    leaves when           unblocked by
+    P1      read by every engine          Arrived(rollout-complete)   all have arrived      the last one to arrive
+    P2      read by the trainer           Arrived(theta-quiet)        all have arrived      the last one to arrive
+    P3      may be mixed with theta_k+1   Arrived(published)          all have arrived      the last one to arrive
+    done    theta_k+1                     nothing                     the next iteration    the controller (`begin`)
+
+Whoever arrives stays blocked until the last one has arrived, so no process is ever in two states at once. A process at
+a barrier that is not the next one, or at one where it already stands, is an EngineError: the plan was not obeyed.
+An event is signalled once an iteration; every process whose program waits for it gets its values once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rollplex.ir.errors import EngineError
+from rollplex.ir.steps import Barrier, Step, Wait
+from rollplex.runtime.protocol import ProcessId
+
+
+class Barriers:
+    """Where the iteration stands: the next barrier, and who already waits at it."""
+
+    def __init__(self, processes: Iterable[ProcessId], order: Sequence[str]) -> None:
+        self.processes = frozenset(processes)
+        self.order = tuple(order)
+        self._next = 0
+        self._arrived: set[ProcessId] = set()
+
+    @property
+    def expected(self) -> str:
+        """The next barrier, or "" after the last one."""
+        return self.order[self._next] if self._next < len(self.order) else ""
+
+    @property
+    def missing(self) -> tuple[ProcessId, ...]:
+        """Who has yet to arrive at the next barrier."""
+        return tuple(sorted(self.processes - self._arrived))
+
+    def begin(self) -> None:
+        """A new iteration; only after the last barrier of the one before."""
+        assert self._next in (0, len(self.order)) and not self._arrived, f"iteration begins before {self.expected}"
+        self._next = 0
+
+    def arrive(self, process: ProcessId, name: str) -> bool:
+        """One process stands at a barrier; True if it was the last, and all may go on."""
+        if name != self.expected:
+            due = self.expected or "the end of the iteration"
+            raise EngineError(f"arrived at barrier {name}, but {due} comes next", where=process, hint=_HINT)
+        if process in self._arrived or process not in self.processes:
+            raise EngineError(f"arrived twice at barrier {name}", where=process, hint=_HINT)
+        self._arrived.add(process)
+        if self.missing:
+            return False
+        self._arrived.clear()
+        self._next += 1
+        return True
+
+
+class Events:
+    """Which events have been signalled in this iteration, and who is to receive each."""
+
+    def __init__(self, receivers: Mapping[str, frozenset[ProcessId]]) -> None:
+        self._receivers = dict(receivers)
+        self._signalled: set[str] = set()
+
+    def begin(self) -> None:
+        """A new iteration: every event may be signalled again."""
+        self._signalled.clear()
+
+    def signal(self, process: ProcessId, event: str) -> tuple[ProcessId, ...]:
+        """One process signals an event; who must receive its values."""
+        if event in self._signalled:
+            raise EngineError(f"signals {event} a second time in one iteration", where=process, hint=_HINT)
+        self._signalled.add(event)
+        return tuple(sorted(self._receivers.get(event, frozenset())))
+
+
+_HINT = "verify the plan with `rollplex verify`, then report this: processes disagree about where they are"
+
+
+def barrier_order(program: Sequence[Step]) -> tuple[str, ...]:
+    """The barriers of a program, in order."""
+    return tuple(step.name for step in program if isinstance(step, Barrier))
+
+
+def receivers(programs: Mapping[ProcessId, Sequence[Step]]) -> dict[str, frozenset[ProcessId]]:
+    """For every event, the processes whose program waits for it."""
+    waits: dict[str, set[ProcessId]] = {}
+    for process, program in programs.items():
+        for step in program:
+            if isinstance(step, Wait):
+                waits.setdefault(step.event, set()).add(process)
+    return {event: frozenset(who) for event, who in waits.items()}

@@ -1,0 +1,201 @@
+"""What the controller and an engine process say to each other, as typed messages over a `Channel`.
+
+    engine -> controller   Ready      Exported + fds   Entered, Left   Signalled   Arrived   Finished   Answer   Failed
+    controller -> engine   Assign + fds   Adopt + fds      Begin       Deliver     Release              Ask      Stop
+
+A life: Assign, (Exported, Adopt)*, Ready, then for every iteration Begin, (Entered, Left | Signalled | Deliver |
+Arrived, Release)*, Finished; Ask and Answer between iterations; Stop. Failed may come instead of anything.
+
+Messages are pickled: both ends are our own processes of one version, over a socket pair that has no name and that
+nobody else can open. Plans, which come from outside, travel in them as JSON text and are validated when read.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from rollplex.ir.errors import Problem
+from rollplex.runtime.channel import Channel
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, order=True)
+class ProcessId:
+    """One process of a run; prints as `train 0`."""
+
+    kind: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rank}"
+
+
+CONTROLLER = ProcessId("controller", 0)
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Who the process is and what it runs; carries the descriptors of the shared ledgers."""
+
+    process: ProcessId
+    plan_json: str
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The owner of an object hands out its pages (descriptors follow the message)."""
+
+    object: str
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Pages of another process for an object that this one reads (descriptors follow the message)."""
+
+    object: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The engine is built, its initial objects are in place, its imports are bound."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Run the program once, as this iteration."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The process is about to execute step `index` of its program."""
+
+    iteration: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Left:
+    """Step `index` is done; CLOCK_MONOTONIC nanoseconds, the same clock in every process of a host."""
+
+    iteration: int
+    index: int
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """An event of the plan, with the values it carries."""
+
+    event: str
+    values: Values
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """A signalled event, passed on to a process that waits for it."""
+
+    event: str
+    values: Values
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The process stands at a barrier."""
+
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """All processes stand at the barrier: go on."""
+
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The program is at its end; what was measured on the way."""
+
+    iteration: int
+    metrics: dict[str, float]
+    memory: Any
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question between iterations: `save` the actor under `path`, or the `digests` of all state."""
+
+    what: Literal["save", "digests"]
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to an Ask."""
+
+    what: str
+    result: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The process cannot go on: a RollplexError by class name, or `bug` with one line of what was raised."""
+
+    error: str
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Release everything and exit with status 0."""
+
+
+Message = (
+    Assign | Exported | Adopt | Ready | Begin | Entered | Left | Signalled | Deliver | Arrived | Release | Finished
+    | Ask | Answer | Failed | Stop
+)  # fmt: skip
+
+
+def send(channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> None:
+    """Send one message; raises channel.Closed if the other end is gone."""
+    channel.send(encode(message), fds)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message; tensors are plain bytes with dtype and shape."""
+    out = io.BytesIO()
+    _Pickler(out, protocol=5).dump(message)
+    return out.getvalue()
+
+
+def decode(body: bytes | bytearray) -> Message:
+    """The message of these bytes; its tensors are writable and share nothing."""
+    return pickle.loads(body)
+
+
+class _Pickler(pickle.Pickler):
+    """torch pickles a tensor as an archive of its whole storage; a value needs only its elements."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        assert not obj.requires_grad, "a value that travels between processes is detached"
+        flat = obj.contiguous().view(-1).view(torch.uint8)
+        return _tensor, (bytearray(memoryview(flat.numpy())), obj.dtype, tuple(obj.shape))
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(shape)
