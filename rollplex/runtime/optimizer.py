@@ -142,7 +142,7 @@ class ChunkedAdam:
         self.config = config
         self.slabs = tuple(slabs)
         self.state = state
-        self.snapshot = {name: tensor.view(-1) for name, tensor in snapshot.items()}
+        self.snapshot = {name: tensor.detach().view(-1) for name, tensor in snapshot.items()}
         _check_shapes(self.slabs, state, self.snapshot)
 
     def step(

@@ -4,44 +4,27 @@
     ledger = Ledger.attach(fd, process="rollout0")                        the others get its fd
     ledger.mark("P1 decode"); ledger.acquire("rollout.kv", nbytes, "map rollout.kv"); ledger.release("rollout.kv", ..)
 
-The table is JSON in a memfd, in two slots of which one counts, so that a process killed while it writes leaves the
-table as it was. A file lock keeps processes apart; the kernel opens it when its holder dies. The same class counts the
-pinned host pool (device HOST). `usage.py` turns the logs of several processes into bytes by window.
+A file lock keeps processes apart; the kernel opens it when its holder dies. The same class counts the pinned host pool
+(device HOST). `usage.py` turns the logs of several processes into bytes by window.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import mmap
 import os
-import struct
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from rollplex.backends.host.table import Entry, Table, new_table, out_of_memory, read_table, remedy, write_table
 from rollplex.ir.errors import EngineError, OutOfMemory, PlanError
 
-HOST = "host"  # the pinned pool, as a device
-GIB = 1 << 30
-_SLOT_BYTES = 1 << 20
-_ACTIVE = struct.Struct("<Q")  # which slot counts; written last
-_LENGTH = struct.Struct("<Q")
 _LOCK_TIMEOUT_S = 30.0
-
-
-@dataclass
-class Entry:
-    """One live object; `touched` is the measured peak inside a reservation, `readers` the processes that adopted it."""
-
-    process: str
-    object: str
-    nbytes: int
-    touched: int = 0
-    readers: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,28 +52,6 @@ class Mark:
     live: dict[str, int]
 
 
-@dataclass
-class _Table:
-    device: str
-    capacity: int
-    page: int
-    seq: int = 0
-    peak: int = 0
-    live: list[Entry] = field(default_factory=list)
-    windows: dict[str, str] = field(default_factory=dict)
-    last_window: str = ""
-
-    @property
-    def total(self) -> int:
-        return sum(entry.nbytes for entry in self.live)
-
-    def find(self, process: str, name: str) -> Entry | None:
-        return next((e for e in self.live if e.process == process and e.object == name), None)
-
-    def window(self, process: str) -> str:
-        return self.windows.get(process, self.last_window)
-
-
 class Ledger:
     """One process' hand on the shared table of a device. Every call waits at most 30 s for the other processes."""
 
@@ -100,22 +61,17 @@ class Ledger:
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._fd)
         self.process = process
+        self._threads = threading.Lock()
         self._events: list[Event] = []
         self._marks: list[Mark] = []
-        table = self._read()
+        table = read_table(self._fd)
         self.device, self.capacity_bytes, self.page_bytes = table.device, table.capacity, table.page
         self.window = ""  # the last one marked by this process
 
     @classmethod
     def create(cls, device: str, capacity_bytes: int, page_bytes: int = mmap.PAGESIZE, *, process: str) -> Ledger:
         """A new, empty table for `device`; `process` names the caller in tables and logs."""
-        fd = os.memfd_create(f"rollplex:ledger:{device}", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, _ACTIVE.size + 2 * _SLOT_BYTES)
-            _write(fd, _Table(device, capacity_bytes, page_bytes))
-            return cls(fd, process)
-        finally:
-            os.close(fd)
+        return cls.attach(new_table(Table(device, capacity_bytes, page_bytes)), process=process)
 
     @classmethod
     def attach(cls, fd: int, *, process: str) -> Ledger:
@@ -197,7 +153,7 @@ class Ledger:
         with self._table() as table:
             table.windows[self.process] = table.last_window = window
             table.seq += 1
-            self._marks.append(Mark(time.monotonic_ns(), table.seq, self.process, window, _by_object(table)))
+            self._marks.append(Mark(time.monotonic_ns(), table.seq, self.process, window, table.by_object()))
 
     def forget(self, process: str) -> int:
         """Strike out everything of a process that is dead, whose pages the kernel has freed; returns the bytes."""
@@ -213,7 +169,7 @@ class Ledger:
     def live(self) -> list[Entry]:
         """What the device holds now, the largest first."""
         with self._table(write=False) as table:
-            return _by_size(table)
+            return table.by_size()
 
     @property
     def total_bytes(self) -> int:
@@ -244,7 +200,7 @@ class Ledger:
     def _pages(self, nbytes: int) -> int:
         return -(-nbytes // self.page_bytes) * self.page_bytes
 
-    def _held(self, table: _Table, name: str, step: str) -> Entry:
+    def _held(self, table: Table, name: str, step: str) -> Entry:
         entry = table.find(self.process, name)
         if entry is None:
             raise self._plan_error(f"{step}: {self.process} holds no {name}", "map it first, or drop this step")
@@ -256,34 +212,35 @@ class Ledger:
             hint = "let the readers unmap it first: a signal from them is missing before this step"
             raise self._plan_error(f"{step}: {entry.object} is still mapped by {readers}", hint)
 
-    def _log(self, table: _Table, kind: Literal["acquire", "release", "touch"], name: str, nbytes: int) -> None:
+    def _log(self, table: Table, kind: Literal["acquire", "release", "touch"], name: str, nbytes: int) -> None:
         table.seq += 1
         table.peak = max(table.peak, table.total)
         at, window = time.monotonic_ns(), table.window(self.process)
         self._events.append(Event(at, table.seq, self.process, window, kind, name, nbytes, table.total))
 
-    def _check_room(self, table: _Table, name: str, nbytes: int, step: str) -> None:
+    def _check_room(self, table: Table, name: str, nbytes: int, step: str) -> None:
         shortfall = table.total + nbytes - table.capacity
         if shortfall <= 0:
             return
         window = table.window(self.process)
         where = f"{self.device}: {step}" + (f", window {window}" if window else "")
-        raise OutOfMemory(_out_of_memory(table, name, nbytes, shortfall), where=where, hint=_remedy(table, name))
+        raise OutOfMemory(out_of_memory(table, name, nbytes, shortfall), where=where, hint=remedy(table, name))
 
     def _plan_error(self, what: str, hint: str) -> PlanError:
         return PlanError(what, where=self.device, hint=hint)
 
     @contextmanager
-    def _table(self, write: bool = True) -> Iterator[_Table]:
+    def _table(self, write: bool = True) -> Iterator[Table]:
         """The table under the lock; written back when the block ends well, unchanged when it raises."""
-        self._lock()
-        try:
-            table = self._read()
-            yield table
-            if write:
-                _write(self._fd, table)
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        with self._threads:  # flock keeps processes apart, not the threads of one
+            self._lock()
+            try:
+                table = read_table(self._fd)
+                yield table
+                if write:
+                    write_table(self._fd, table)
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _lock(self) -> None:
         """Ends when the holder unlocks or dies; EngineError after 30 s, when a holder must be stopped or hung."""
@@ -297,54 +254,3 @@ class Ledger:
                     hint = "one of the processes of this device is stopped or hung: end it"
                     raise EngineError(what, where=self.device, hint=hint) from None
                 time.sleep(0.0002)
-
-    def _read(self) -> _Table:
-        (active,) = _ACTIVE.unpack(os.pread(self._fd, _ACTIVE.size, 0))
-        at = _ACTIVE.size + active * _SLOT_BYTES
-        (length,) = _LENGTH.unpack(os.pread(self._fd, _LENGTH.size, at))
-        data = json.loads(os.pread(self._fd, length, at + _LENGTH.size))
-        data["live"] = [Entry(**entry) for entry in data["live"]]
-        return _Table(**data)
-
-
-def _write(fd: int, table: _Table) -> None:
-    """Fill the slot that does not count, then make it count."""
-    body = json.dumps(asdict(table)).encode()
-    assert len(body) + _LENGTH.size <= _SLOT_BYTES, f"{len(table.live)} live objects do not fit the ledger"
-    (active,) = _ACTIVE.unpack(os.pread(fd, _ACTIVE.size, 0))
-    os.pwrite(fd, _LENGTH.pack(len(body)) + body, _ACTIVE.size + (1 - active) * _SLOT_BYTES)
-    os.pwrite(fd, _ACTIVE.pack(1 - active), 0)
-
-
-def _by_size(table: _Table) -> list[Entry]:
-    return sorted(table.live, key=lambda entry: (-entry.nbytes, entry.object, entry.process))
-
-
-def _by_object(table: _Table) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for entry in table.live:
-        sums[entry.object] = sums.get(entry.object, 0) + entry.nbytes
-    return sums
-
-
-def _out_of_memory(table: _Table, name: str, nbytes: int, shortfall: int) -> str:
-    rows = [f"    {amount(e.nbytes):>12}  {e.object}  ({e.process})" for e in _by_size(table)]
-    head = (
-        f"{name} asks for {amount(nbytes)}, but {amount(table.total)} of {amount(table.capacity)} are live: "
-        f"{amount(shortfall)} ({shortfall} bytes) too many"
-    )
-    return "\n".join([head, *rows])
-
-
-def _remedy(table: _Table, name: str) -> str:
-    if table.device == HOST:
-        return "raise the cluster's host memory in the job, or let the plan keep less on the host"
-    largest = next((entry.object for entry in _by_size(table) if entry.object != name), None)
-    if largest is None:
-        return f"split {name} into smaller parts, or plan for a device with more memory"
-    return f"release or offload {largest} before this step, or make {name} smaller; compile shows the plan's peak"
-
-
-def amount(nbytes: int) -> str:
-    """Bytes for people: GiB from 0.1 GiB on, MiB below."""
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.2f} MiB"

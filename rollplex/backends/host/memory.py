@@ -109,7 +109,12 @@ class HostArena:
         self._refuse_if(self._mapped, "map of an arena that is mapped already", "unmap it first, or drop this map")
         for offset in range(0, self.nbytes, self._chunk_bytes):
             self._fds.append(self._new_pages(min(self._chunk_bytes, self.nbytes - offset)))
-        self._lay(self._fds, writable)
+        try:
+            self._lay(self._fds, writable)
+        except OSError as error:
+            self._range.cover()
+            _close_all(self._fds)
+            raise self._no_pages(self.nbytes, error) from error
 
     def unmap(self) -> None:
         self._refuse_if(not self._mapped, "unmap of an arena that is not mapped", "map it first, or drop this unmap")

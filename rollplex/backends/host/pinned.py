@@ -2,7 +2,7 @@
 
 pool = PinnedPool(memory, [SlotSpec("actor.master", n), SlotSpec("actor.prefix_saved", m)], host_ledger)
 master = pool.slot("actor.master").view(torch.float32)        a tensor over the slot, no copy
-saved = SavedPool(pool.slot("actor.prefix_saved"))            saved-tensor hooks: handle = saved.put(t); saved.get(handle)
+saved = SavedPool(pool.slot("actor.prefix_saved"))            for hooks: handle = saved.put(t), saved.get(handle)
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from math import prod
 
 import torch
 
-from rollplex.backends.host.ledger import Ledger, amount
+from rollplex.backends.host.ledger import Ledger
 from rollplex.backends.host.memory import HostMemory, lock_pages, round_up
+from rollplex.backends.host.table import amount
 from rollplex.ir.errors import OutOfMemory, PlanError
 
 ALIGN_BYTES = 64  # a cache line; also enough for every dtype
