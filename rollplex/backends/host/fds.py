@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,9 +64,13 @@ def close_fds(fds: Sequence[int]) -> None:
 
 
 def _recv_batch(sock: socket.socket, expected: int) -> list[int]:
-    data, fds, flags, _ = socket.recv_fds(sock, 1, expected, socket.MSG_CMSG_CLOEXEC)
+    # Not socket.recv_fds: in Python 3.11 it drops its flags, and the fds would leak into children.
+    fds = array("i")
+    data, messages, flags, _ = sock.recvmsg(1, socket.CMSG_LEN(expected * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
     if data == b"":
         raise EOFError
+    for _, _, content in messages:
+        fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
     if len(fds) != expected or flags & socket.MSG_CTRUNC:
         close_fds(fds)
         raise EngineError(
@@ -73,7 +78,7 @@ def _recv_batch(sock: socket.socket, expected: int) -> list[int]:
             where="fd passing",
             hint="raise the limit on open files (ulimit -n)",
         )
-    return fds
+    return list(fds)
 
 
 def _recv_exactly(sock: socket.socket, nbytes: int) -> bytes:
