@@ -1,6 +1,6 @@
 """Find a model by name, directory or config.json, and read its dimensions.
 
-    load_model("qwen2.5-vl-32b").parameters == 33_452_718_336
+load_model("qwen2.5-vl-32b").parameters == 33_452_718_336
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parameters of each supported family, in the order and under the names of transformers' `named_parameters()`.
 
-    model.visual.blocks.0.attn.qkv.weight                (3840, 1280)  vision    replicated
-    model.language_model.layers.0.self_attn.q_proj.weight (5120, 5120) language  cut along 0
+model.visual.blocks.0.attn.qkv.weight                (3840, 1280)  vision    replicated
+model.language_model.layers.0.self_attn.q_proj.weight (5120, 5120) language  cut along 0
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""GPUs by the figures that plans need: bytes that software can use, bandwidths, and compute.
+
+load_gpu("h800").usable_bytes == round(79.1 * 2**30)
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from rollplex.ir.errors import JobError
+
+# Software sees less than the capacity on the data sheet: 98.5 to 99.1 % of it read as GiB in the logs we have (A100-40
+# 39.4 of 40, H100 79.1 of 80, H200 139.8 of 141). A GPU without a log gets the least of these.
+UNLOGGED_USABLE_SHARE = 0.985
+
+# Of half the two-way PCIe figure, what pinned copies reach in both directions at once (H200: 50.5 of 64 GB/s).
+HOST_LINK_SHARE = 0.79
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device; GB and TB are decimal, GiB binary, rates are per second, compute is dense bf16."""
+
+    name: str
+    hbm_gb: float
+    bandwidth_tb_s: float
+    tflops_bf16: float
+    nvlink_gb_s: float
+    pcie_gb_s: float
+    sms: int
+    logged_usable_gib: float | None = None
+    note: str = ""
+    page_bytes: int = 2 * 2**20
+    capacity_from_job: bool = False
+
+    @property
+    def usable_gib(self) -> float:
+        """GiB that software can allocate: from a log, else estimated (`usable_source` tells which)."""
+        return self.logged_usable_gib or self.hbm_gb * UNLOGGED_USABLE_SHARE
+
+    @property
+    def usable_source(self) -> str:
+        """Where `usable_gib` comes from."""
+        if self.capacity_from_job:
+            return "the job's cluster.capacity_gib"
+        if self.logged_usable_gib:
+            return "read in a log"
+        return f"estimated, {UNLOGGED_USABLE_SHARE} x {self.hbm_gb:g}; no log at hand"
+
+    @property
+    def usable_bytes(self) -> int:
+        """`usable_gib` in bytes."""
+        return round(self.usable_gib * 2**30)
+
+    @property
+    def host_link_gb_s(self) -> float:
+        """GB/s between HBM and pinned host memory, each way, with both directions busy."""
+        return self.pcie_gb_s / 2 * HOST_LINK_SHARE
+
+
+GPUS: tuple[Gpu, ...] = (
+    Gpu("A100-40", 40, 1.555, 312, 600, 64, 108, 39.4),
+    Gpu("A100-80", 80, 2.039, 312, 600, 64, 108, 79.3, "usable size from A800-80, the same memory"),
+    Gpu("A800-80", 80, 2.039, 312, 400, 64, 108, 79.3),
+    Gpu("H100", 80, 3.35, 989, 900, 128, 132, 79.1),
+    Gpu("H800", 80, 3.35, 989, 400, 128, 132, 79.1, "usable size from H100, the same memory"),
+    Gpu("H200", 141, 4.8, 989, 900, 128, 132, 139.8),
+    Gpu("H20", 96, 4.0, 148, 900, 128, 78),
+    Gpu("B200", 180, 8.0, 2250, 1800, 128, 148, None, "host link of the HGX board; not in the vendor table"),
+    # The host backend: a plan for CPU processes. Its capacity is whatever the job says; the rates only scale estimates.
+    Gpu("cpu", 0, 0.02, 0.1, 10, 20, 1, None, "host backend; rates are rough", 4096, capacity_from_job=True),
+)
+
+
+def load_gpu(name: str) -> Gpu:
+    """The GPU of this name, in any case."""
+    known = {gpu.name.lower(): gpu for gpu in GPUS}
+    if gpu := known.get(name.lower()):
+        return gpu
+    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    hint = " or ".join(known[c].name for c in close) or "one of " + ", ".join(gpu.name for gpu in GPUS)
+    raise JobError(f"no GPU `{name}`", hint=hint)

@@ -1,0 +1,235 @@
+"""A job: the model, the cluster, the roles and the work of a step, as the YAML file and the overrides state them.
+
+job = load_job("examples/jobs/qwen2_5_vl_32b_h800x8.yaml", overrides=["schedule=naive"])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, model_validator
+
+from rollplex.ir.errors import JobError
+from rollplex.ir.hardware import Gpu, load_gpu
+from rollplex.ir.job_schema import (
+    Ablation,
+    Cluster,
+    Layout,
+    ModelChoice,
+    Optimizer,
+    Role,
+    RunOptions,
+    Schedule,
+    Section,
+    Sharing,
+    Solver,
+    Train,
+    Workload,
+    _distinct,
+)
+from rollplex.ir.models import ModelSpec, load_model, spec_from_config
+from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes, pretty
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
+KV_BLOCK_TOKENS = 16
+
+
+class Job(Section):
+    """Everything a plan depends on beside the algorithm."""
+
+    model: ModelChoice = Field(description="the model; a name alone is short for {name: ..}")
+    cluster: Cluster = Field(description="the machines")
+    roles: dict[str, Role] = Field(min_length=1, description="the algorithm's roles by their parameter names")
+    workload: Workload = Field(description="one step's work")
+    schedule: Schedule = Field(default="rollplex", description="how phases and GPUs are arranged")
+    ablate: Annotated[tuple[Ablation, ...], AfterValidator(_distinct)] = Field(
+        default=(), description="mechanisms switched off, to see what they are worth"
+    )
+    layout: Layout = Field(default_factory=Layout, description="weight layout")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="the update")
+    sharing: Sharing = Field(default_factory=Sharing, description="how prefix work and decode share a GPU")
+    solver: Solver = Field(default_factory=Solver, description="limits of the solver passes")
+    algorithm: dict[str, bool | int | float | str | None] = Field(
+        default_factory=dict, description="values for the algorithm's keyword parameters (clip, kl, ..)"
+    )
+    run: RunOptions = Field(default_factory=RunOptions, description="what `rollplex run` needs")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_by_name(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("model"), str):
+            return {**data, "model": {"name": data["model"]}}
+        return data
+
+    # ---- the model and the device
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model's dimensions; host engines keep the vocabulary as it is, the others pad it to 64."""
+        config = self.model.config
+        spec = load_model(self.model.name) if config is None else spec_from_config(config, Path(self.model.name).stem)
+        return replace(spec, vocab_multiple=1) if self.on_host else spec
+
+    @cached_property
+    def device(self) -> Gpu:
+        """The GPU type."""
+        return load_gpu(self.cluster.gpu)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the engines are CPU processes."""
+        return self.cluster.gpu.lower() == "cpu"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of the model's dtype."""
+        return ITEMSIZE[self.model.dtype]
+
+    # ---- capacities
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the cluster."""
+        return self.cluster.gpus_per_node * self.cluster.nodes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of one GPU that a plan may use."""
+        if self.cluster.capacity_gib is not None:
+            return gib_to_nbytes(self.cluster.capacity_gib)
+        return self.device.usable_bytes
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """Host memory of one node."""
+        return gb_to_nbytes(self.cluster.host_memory_gb)
+
+    @property
+    def host_pool_bytes(self) -> int:
+        """Host memory of one node that may be pinned for the pool."""
+        return int(self.host_memory_bytes * self.cluster.pinned_share)
+
+    # ---- roles and degrees
+
+    @property
+    def policy(self) -> str:
+        """The role that is trained and sampled from."""
+        names = [name for name, role in self.roles.items() if role.train and role.rollout]
+        if not names:
+            raise JobError("no role has both `train` and `rollout`", hint="give the policy's role both sections")
+        return names[0]
+
+    def trainer(self, role: str) -> Train:
+        """The section of the engine that trains or scores a role: both run in the training-rank processes."""
+        section = self.roles[role].train or self.roles[role].score
+        if section is None:
+            raise JobError(f"role `{role}` has neither `train` nor `score`")
+        return section
+
+    def data_parallel(self, role: str) -> int:
+        """Copies of the role's model in its training or scoring engine."""
+        return self.gpus // self.trainer(role).tensor_parallel
+
+    @property
+    def train_tp(self) -> int:
+        """Tensor-parallel degree of the policy's training engine."""
+        return self.trainer(self.policy).tensor_parallel
+
+    @property
+    def rollout_tp(self) -> int:
+        """Tensor-parallel degree of the policy's rollout engine."""
+        rollout = self.roles[self.policy].rollout
+        assert rollout is not None
+        return rollout.tensor_parallel
+
+    @property
+    def q(self) -> int:
+        """Training ranks that share one rollout shard: TP of training over TP of rollout."""
+        return self.train_tp // self.rollout_tp
+
+    @property
+    def engines(self) -> int:
+        """Rollout engines."""
+        return self.gpus // self.rollout_tp
+
+    # ---- work
+
+    @property
+    def group(self) -> int:
+        """Responses of one prompt."""
+        return self.workload.group
+
+    @property
+    def prompts_per_rank(self) -> int:
+        """Prompts of one step that each training rank of the policy works on."""
+        return self.workload.prompts // self.data_parallel(self.policy)
+
+    @property
+    def prompts_per_engine(self) -> int:
+        """Prompts of one step that each rollout engine samples for."""
+        return self.workload.prompts // self.engines
+
+    @property
+    def rollout_kv_need_bytes(self) -> int:
+        """KV bytes of one rollout rank when every prompt and response fills its budget and none is preempted.
+
+        Responses share the full blocks before the last prompt token; each has its own copy of the rest.
+        """
+        work = self.workload
+        shared = (work.prompt_tokens - 1) // KV_BLOCK_TOKENS
+        own = math.ceil((work.prompt_tokens - shared * KV_BLOCK_TOKENS + work.response_tokens) / KV_BLOCK_TOKENS)
+        blocks = self.prompts_per_engine * (shared + work.group * own) + 1  # vLLM keeps one null block
+        return blocks * KV_BLOCK_TOKENS * self.spec.kv_bytes_per_token(self.rollout_tp, self.itemsize)
+
+    # ---- printing
+
+    def describe(self) -> str:
+        """The job in three aligned lines: model and cluster, roles, work and schedule."""
+        reference = [f"{name} {_engine(self.trainer(name))}" for name in self.roles if name != self.policy]
+        policy = self.roles[self.policy]
+        assert policy.train is not None
+        assert policy.rollout is not None
+        rows = (
+            ("model", f"{self.spec.name}, {self.spec.parameters / 1e9:.2f} B parameters", "cluster", self._cluster()),
+            (
+                "roles",
+                f"{self.policy} {_engine(policy.train)} -> {_engine(policy.rollout)} x {self.engines} (q = {self.q})",
+                *(_first_word("; ".join(reference)) if reference else ("", "")),
+            ),
+            ("work", self._work(), "schedule", self._schedule()),
+        )
+        return "\n".join(f"{a:<10} {b:<48} {c} {d}".rstrip() for a, b, c, d in rows)
+
+    def _cluster(self) -> str:
+        c = self.cluster
+        host = f"{c.host_memory_gb / 1000:g} TB" if c.host_memory_gb >= 1000 else f"{c.host_memory_gb:g} GB"
+        nodes = f"{c.nodes} node{'s' if c.nodes > 1 else ''}"
+        return f"{nodes} x {c.gpus_per_node} {self.device.name} ({pretty(self.capacity_bytes)}), {host} host"
+
+    def _work(self) -> str:
+        w = self.workload
+        return f"{w.prompts} prompts x {w.group} responses, {w.prompt_tokens} + {w.response_tokens} tokens"
+
+    def _schedule(self) -> str:
+        return self.schedule + (f" without {', '.join(self.ablate)}" if self.ablate else "")
+
+
+def _engine(section: Any) -> str:
+    return f"{section.engine} TP{section.tensor_parallel}"
+
+
+def _first_word(text: str) -> tuple[str, str]:
+    first, _, rest = text.partition(" ")
+    return first, rest
+
+
+def load_job(path: str | Path, overrides: Iterable[str] = ()) -> Job:
+    """The job in a YAML file with `a.b=c` overrides applied; JobError reports every problem at once, with its line."""
+    from rollplex.ir.job_file import read_job  # it needs Job
+
+    return read_job(Path(path), tuple(overrides))

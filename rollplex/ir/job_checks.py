@@ -1,0 +1,238 @@
+"""What can be known to be wrong with a job before anything is planned: one small rule each, all of them reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from rollplex.ir.errors import JobError, Problem
+from rollplex.ir.sizes import pretty
+
+if TYPE_CHECKING:
+    from rollplex.ir.job import Job
+    from rollplex.ir.job_schema import Parallel
+
+KeyPath = tuple[str | int, ...]
+
+ENGINES = {"train": ("megatron", "host"), "score": ("megatron", "host"), "rollout": ("vllm", "host")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong: the key to point at, and the other keys that the rule read."""
+
+    path: KeyPath
+    what: str
+    hint: str = ""
+    uses: tuple[KeyPath, ...] = ()
+
+    def problem(self, where: str) -> Problem:
+        """The finding as the user sees it."""
+        return Problem(self.what, where, self.hint)
+
+
+def check_job(job: Job) -> tuple[Finding, ...]:
+    """Every finding, in the order of the file's sections; sums over budgets only once the rest is in order."""
+    lookups = (*_model(job), *_gpu(job))
+    findings = [*lookups, *_capacity(job), *_roles(job), *_engines(job), *_workload(job), *_sharing(job), *_chunks(job)]
+    if not lookups:
+        findings += [*_degrees(job), *_visual(job)]
+    if not findings:
+        findings += [*_ratio(job), *_batches(job)]
+    if not findings:
+        findings += _kv_budget(job)
+    return tuple(findings)
+
+
+# ---- names
+
+
+def _model(job: Job) -> Iterator[Finding]:
+    try:
+        assert job.spec
+    except JobError as error:
+        for p in error.problems:
+            yield Finding(
+                ("model", "name"), f"{p.where}: {p.what}" if p.where else p.what, p.hint, (("model", "config"),)
+            )
+
+
+def _gpu(job: Job) -> Iterator[Finding]:
+    try:
+        assert job.device
+    except JobError as error:
+        for p in error.problems:
+            yield Finding(("cluster", "gpu"), p.what, p.hint)
+
+
+def _capacity(job: Job) -> Iterator[Finding]:
+    if job.on_host and job.cluster.capacity_gib is None:
+        hint = 'cluster.capacity_gib: "256 MiB"'
+        yield Finding(("cluster", "gpu"), "a cpu has no memory size of its own; the job must state one", hint)
+
+
+# ---- roles and engines
+
+
+def _sections(job: Job) -> Iterator[tuple[KeyPath, Parallel]]:
+    """Every engine section with its key path."""
+    for name, role in job.roles.items():
+        for kind in ENGINES:
+            if section := getattr(role, kind):
+                yield ("roles", name, kind), section
+
+
+def _roles(job: Job) -> Iterator[Finding]:
+    for name, role in job.roles.items():
+        here: KeyPath = ("roles", name)
+        if not role.train and not role.score:
+            hint = "train for the role that learns, score for a frozen one"
+            yield Finding(here, f"role `{name}` has neither `train` nor `score`", hint)
+        if role.train and set(role.freeze) == {"vision", "language"}:
+            yield Finding((*here, "freeze"), f"every part of `{name}` is frozen, so there is nothing to train")
+    policies = [name for name, role in job.roles.items() if role.train and role.rollout]
+    if not policies:
+        hint = "give the policy (usually `actor`) both sections"
+        yield Finding(("roles",), "no role has both `train` and `rollout`", hint)
+    for name in policies[1:]:
+        yield Finding(("roles", name, "rollout"), f"`{policies[0]}` is sampled from already; one policy a job")
+
+
+def _engines(job: Job) -> Iterator[Finding]:
+    for path, section in _sections(job):
+        engine, legal = getattr(section, "engine", ""), ENGINES[str(path[2])]
+        if engine not in legal:
+            yield Finding((*path, "engine"), f"no {path[2]} engine `{engine}`", "one of " + ", ".join(legal))
+        elif (engine == "host") != job.on_host:
+            what = f"engine {engine} cannot run on {job.cluster.gpu}"
+            hint = "engine: host" if job.on_host else f"engine: {legal[0]}, or cluster.gpu: cpu"
+            yield Finding((*path, "engine"), what, hint, (("cluster", "gpu"),))
+    if not job.on_host and job.model.dtype != "bfloat16":
+        what = f"dtype {job.model.dtype} is for host engines; GPU engines hold weights in bfloat16"
+        yield Finding(("model", "dtype"), what, "bfloat16", (("cluster", "gpu"),))
+
+
+# ---- degrees
+
+
+def _degrees(job: Job) -> Iterator[Finding]:
+    for path, section in _sections(job):
+        yield from _tensor_parallel(job, (*path, "tensor_parallel"), section.tensor_parallel)
+        yield from _data_parallel(job, path, section)
+
+
+def _tensor_parallel(job: Job, path: KeyPath, tp: int) -> Iterator[Finding]:
+    spec, per_node = job.spec, job.cluster.gpus_per_node
+    legal = [t for t in spec.legal_tp() if per_node % t == 0]
+    hint = "tensor_parallel " + " or ".join(map(str, legal))
+    for what in spec.tp_obstacles(tp):
+        by_heads = ", ".join(map(str, spec.tp_by_heads()))
+        reason = f"{what} of {spec.name} do not divide by tensor_parallel {tp}; by heads alone {by_heads} would do"
+        yield Finding(path, reason if "attention" in what else reason.partition(";")[0], hint)
+    if per_node % tp:
+        what = f"tensor_parallel {tp} must divide the {per_node} GPUs of a node, inside which its links are fast"
+        yield Finding(path, what, hint, (("cluster", "gpus_per_node"),))
+
+
+def _data_parallel(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
+    stated = getattr(section, "data_parallel", None)
+    tp = section.tensor_parallel
+    if stated is not None and stated * tp != job.gpus:
+        what = f"data_parallel {stated} x tensor_parallel {tp} is {stated * tp}, but the cluster has {job.gpus} GPUs"
+        hint = f"data_parallel {job.gpus // tp}, or leave it out" if job.gpus % tp == 0 else ""
+        uses = ((*path, "tensor_parallel"), ("cluster", "nodes"), ("cluster", "gpus_per_node"))
+        yield Finding((*path, "data_parallel"), what, hint, uses)
+
+
+def _ratio(job: Job) -> Iterator[Finding]:
+    train, rollout = job.train_tp, job.rollout_tp
+    if train % rollout:
+        legal = [t for t in job.spec.legal_tp() if train % t == 0]
+        what = (
+            f"q = {train} / {rollout} = {Fraction(train, rollout)}: a rollout shard is made of whole training shards, "
+            "so q must be a positive integer"
+        )
+        path: KeyPath = ("roles", job.policy, "rollout", "tensor_parallel")
+        uses = (("roles", job.policy, "train", "tensor_parallel"),)
+        yield Finding(path, what, "rollout tensor_parallel " + " or ".join(map(str, legal)), uses)
+
+
+# ---- the work of a step
+
+
+def _workload(job: Job) -> Iterator[Finding]:
+    work = job.workload
+    for kind, median, budget in (
+        ("prompt", work.prompt_median, work.prompt_tokens),
+        ("response", work.response_median, work.response_tokens),
+    ):
+        if median is not None and median > budget:
+            what = f"{kind}_median {median} exceeds the budget {kind}_tokens {budget}"
+            yield Finding(("workload", f"{kind}_median"), what, uses=(("workload", f"{kind}_tokens"),))
+
+
+def _visual(job: Job) -> Iterator[Finding]:
+    work, vision = job.workload, job.spec.vision
+    if not work.frames:
+        return
+    if vision is None:
+        yield Finding(("workload", "frames"), f"{job.spec.name} has no vision tower", "frames: 0", (("model", "name"),))
+    elif work.max_pixels and (tokens := vision.max_visual_tokens(work.frames, work.max_pixels)) >= work.prompt_tokens:
+        what = f"{work.frames} frames of {work.max_pixels} pixels take {tokens} of {work.prompt_tokens} prompt tokens"
+        uses = (("workload", "frames"), ("workload", "prompt_tokens"))
+        yield Finding(("workload", "max_pixels"), what, "fewer frames, smaller ones, or a larger prompt_tokens", uses)
+
+
+def _batches(job: Job) -> Iterator[Finding]:
+    prompts = job.workload.prompts
+    ways = {f"{name}'s {job.data_parallel(name)} data-parallel ranks": job.data_parallel(name) for name in job.roles}
+    ways[f"the {job.engines} rollout engines"] = job.engines
+    step = math.lcm(*ways.values())
+    hint = f"a multiple of {step}, such as {max(step, round(prompts / step) * step)}"
+    for who, count in ways.items():
+        if prompts < count:
+            yield Finding(("workload", "prompts"), f"{prompts} prompts leave some of {who} without work", hint, _SIZES)
+        elif prompts % count:
+            yield Finding(("workload", "prompts"), f"{prompts} prompts do not divide over {who}", hint, _SIZES)
+
+
+_SIZES: tuple[KeyPath, ...] = (("roles",), ("cluster", "nodes"), ("cluster", "gpus_per_node"))
+
+
+def _kv_budget(job: Job) -> list[Finding]:
+    rollout, need = job.roles[job.policy].rollout, job.rollout_kv_need_bytes
+    assert rollout is not None
+    if need <= rollout.kv_cache_bytes:
+        return []
+    work = job.workload
+    what = (
+        f"{pretty(rollout.kv_cache_bytes)} of KV cache are {pretty(need - rollout.kv_cache_bytes)} short: "
+        f"{job.prompts_per_engine} prompts x ({work.prompt_tokens} + {work.group} x {work.response_tokens}) tokens "
+        f"on one engine take {pretty(need)} a GPU, and the engine would preempt"
+    )
+    up = math.ceil(need / 2**30 * 100) / 100 if need > 2**25 else math.ceil(need / 2**20 * 100) / 100
+    unit = "" if need > 2**25 else " MiB"
+    hint = f"kv_cache_gib: {up:g}{unit}, fewer prompts, a shorter budget, or a larger rollout tensor_parallel"
+    uses = (*_SIZES, ("workload",), ("model",))
+    return [Finding(("roles", job.policy, "rollout", "kv_cache_gib"), what, hint, uses)]
+
+
+# ---- sections that contradict themselves
+
+
+def _sharing(job: Job) -> Iterator[Finding]:
+    kind, share = job.sharing.kind, job.sharing.share
+    if kind == "fixed" and share is None:
+        yield Finding(("sharing", "kind"), "kind fixed needs a `share` of the SMs, between 0 and 1", "share: 0.6")
+    if kind == "mps" and share is not None:
+        yield Finding(("sharing", "share"), f"share {share:g} has no effect with kind mps", "kind: fixed")
+
+
+def _chunks(job: Job) -> Iterator[Finding]:
+    chunks = job.optimizer.chunks
+    if "chunked_optimizer" in job.ablate and isinstance(chunks, int) and chunks > 1:
+        what = f"ablate switches chunking off, but optimizer.chunks is {chunks}"
+        yield Finding(("optimizer", "chunks"), what, "chunks: auto", (("ablate",),))

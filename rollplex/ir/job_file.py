@@ -1,0 +1,180 @@
+"""Read a job file and its overrides; everything wrong with them comes back in one JobError, each with its line.
+
+job.yaml:14: unknown key `tensor_paralel`
+    try: tensor_parallel
+--set schedule=fast: `schedule` is 'fast'; expected one of serial, rollplex, naive
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rollplex.ir.errors import JobError, Problem
+from rollplex.ir.job import Job
+from rollplex.ir.job_checks import Finding, check_job
+from rollplex.ir.job_keys import explain, locate
+from rollplex.ir.models import config_file, model_names, read_config
+from rollplex.ir.yamlsource import KeyPath, YamlSource, parse_value, read_yaml
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `a.b=c` of the command line."""
+
+    text: str
+    path: tuple[str, ...]
+    value: Any
+
+
+def read_job(path: Path, overrides: tuple[str, ...]) -> Job:
+    """The checked job of a file; see `rollplex.ir.job.load_job`."""
+    source = read_yaml(path)
+    if not isinstance(source.data, dict):
+        found = "nothing" if source.data is None else f"a {type(source.data).__name__}"
+        raise JobError(f"expected the sections of a job, found {found}", where=source.where(()), hint=_SECTIONS)
+    problems = list(source.problems)
+    applied, data = [], copy.deepcopy(source.data)
+    for text in overrides:
+        try:
+            applied.append(_apply(data, text))
+        except ValueError as error:
+            problems.append(Problem(str(error), f"--set {text}"))
+    where = _Locator(source, tuple(applied))
+    _resolve_paths(data, path.parent, where, problems)
+    job, wrong = _validate(data)
+    problems += [_problem(error, where) for error in wrong]
+    if job is not None:
+        repaired = [locate(Job, error["loc"])[0] for error in wrong]
+        problems += [f.problem(where(f.path)) for f in check_job(job) if not _doubtful(f, repaired)]
+    if problems or job is None:
+        raise JobError(*dict.fromkeys(problems))
+    return job
+
+
+_SECTIONS = "start with " + ", ".join(k for k, f in Job.model_fields.items() if f.is_required())
+
+
+class _Locator:
+    """Where a key was given its value: the override that set it, else the line of the file."""
+
+    def __init__(self, source: YamlSource, overrides: tuple[Override, ...]) -> None:
+        self.source, self.overrides = source, overrides
+
+    def __call__(self, path: KeyPath) -> str:
+        for override in reversed(self.overrides):
+            if tuple(path[: len(override.path)]) == override.path:
+                return f"--set {override.text}"
+        return self.source.where(path)
+
+
+# ---- overrides
+
+
+def _apply(data: dict[str, Any], text: str) -> Override:
+    """Set the key of one override in place; ValueError says what is wrong with it."""
+    key, equals, value_text = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise ValueError("write section.key=value")
+    value = parse_value(value_text)
+    if isinstance(data.get("model"), str) and len(path) > 1 and path[0] == "model":
+        data["model"] = {"name": data["model"]}
+    section = data
+    for depth, part in enumerate(path[:-1]):
+        inner = section.setdefault(part, {})
+        if inner is None:
+            inner = section[part] = {}
+        if not isinstance(inner, dict):
+            raise ValueError(f"`{'.'.join(path[: depth + 1])}` holds {inner!r}, not a section")
+        section = inner
+    section[path[-1]] = value
+    return Override(text, path, value)
+
+
+# ---- paths, which are relative to the job file
+
+
+def _resolve_paths(data: dict[str, Any], base: Path, where: _Locator, problems: list[Problem]) -> None:
+    run = data.get("run")
+    if isinstance(run, dict):
+        for key in ("data", "weights"):
+            if isinstance(run.get(key), str):
+                run[key] = str(_resolve(base, run[key]))
+    try:
+        _embed_config(data, base)
+    except JobError as error:
+        problems += [
+            Problem(p.what, f"{where(('model', 'name'))}: {p.where}".rstrip(": "), p.hint) for p in error.problems
+        ]
+
+
+def _resolve(base: Path, text: str) -> Path:
+    return (base / Path(text).expanduser()).resolve()
+
+
+def _embed_config(data: dict[str, Any], base: Path) -> None:
+    """For a model given by path, put its absolute path and its config fields into the job."""
+    model = data.get("model")
+    model = {"name": model} if isinstance(model, str) else model
+    if not isinstance(model, dict):
+        return
+    name = model.get("name")
+    if not isinstance(name, str) or name.lower() in {known.lower() for known in model_names()}:
+        return
+    path = _resolve(base, name)
+    if name and path.exists() and model.get("config") is None:
+        data["model"] = {**model, "name": str(path), "config": read_config(config_file(path))}
+
+
+# ---- validation
+
+
+def _validate(data: dict[str, Any]) -> tuple[Job | None, list[ErrorDetails]]:
+    """The job, and what is wrong in its keys; keys that have a default are left out and the rest tried again."""
+    try:
+        return Job.model_validate(data), []
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)
+    except RecursionError:
+        raise JobError("nested too deeply") from None
+    trimmed = copy.deepcopy(data)
+    for problem in wrong:
+        _remove(trimmed, locate(Job, problem["loc"])[0])
+    try:
+        return Job.model_validate(trimmed), wrong
+    except ValidationError:
+        return None, wrong
+
+
+def _remove(data: Any, path: KeyPath) -> None:
+    *sections, key = path
+    for part in sections:
+        if not isinstance(data, dict) or part not in data:
+            return
+        data = data[part]
+    if isinstance(data, dict):
+        data.pop(key, None)
+
+
+def _doubtful(finding: Finding, repaired: list[KeyPath]) -> bool:
+    """Whether a finding rests on a value that is only a default, in place of a key that was wrong or misspelt."""
+    # The section of a misspelt key is suspect as a whole: `tensor_paralel: 8` leaves tensor_parallel at its default.
+    suspects = {path[:-1] if len(path) > 1 else path for path in repaired}
+    return any(_related(used, suspect) for used in (finding.path, *finding.uses) for suspect in suspects)
+
+
+def _related(a: KeyPath, b: KeyPath) -> bool:
+    shorter = min(len(a), len(b))
+    return a[:shorter] == b[:shorter]
+
+
+def _problem(error: ErrorDetails, where: _Locator) -> Problem:
+    path, parent = locate(Job, error["loc"])
+    what, hint = explain(error, path, parent)
+    return Problem(what, where(path), hint)

@@ -1,0 +1,107 @@
+"""From pydantic's errors to messages about keys of the job file: which key, what is wrong, what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+KeyPath = tuple[str | int, ...]
+
+# Values that later versions accept: say so instead of calling them a typing mistake.
+_LATER = {"disaggregated", "streamed", "reindex"}
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text",
+    "model": "a section with keys",
+    "dict": "a section with keys",
+    "tuple": "a list",
+    "finite": "a finite number",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def locate(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[KeyPath, type[BaseModel] | None]:
+    """The part of a pydantic location that names keys, and the section that the last key stands in (if any)."""
+    path: list[int | str] = []
+    current: Any = root
+    parent: type[BaseModel] | None = None
+    for part in loc:
+        section, values = _section(current), _dict_values(current)
+        if section is None and values is None:
+            break  # inside a leaf: union branches, positions in a list
+        path.append(part)
+        parent = section
+        if section is None:
+            current = values
+        elif part in section.model_fields:
+            current = section.model_fields[str(part)].annotation
+        else:
+            break
+    return tuple(path), parent
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    for option in _options(annotation):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _dict_values(annotation: Any) -> Any:
+    for option in _options(annotation):
+        if get_origin(option) is dict:
+            return get_args(option)[1]
+    return None
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def explain(error: ErrorDetails, path: KeyPath, parent: type[BaseModel] | None) -> tuple[str, str]:
+    """What is wrong with the key, and what to try."""
+    key, kind, value, context = path[-1] if path else "job", error["type"], _short(error["input"]), error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key `{key}`", _near(str(key), list(parent.model_fields) if parent else [])
+    if kind == "missing":
+        field = parent.model_fields.get(str(key)) if parent else None
+        return f"`{key}` is missing", field.description or "" if field else ""
+    if kind == "literal_error":
+        options = context["expected"].replace("'", "").replace(" or ", ", ")
+        later = " comes later;" if error["input"] in _LATER else ";"
+        return f"`{key}` is {value}{later} expected one of {options}", _near(
+            str(error["input"]), options.split(", "), ""
+        )
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return f"`{key}` is {value}; must be {words} {context[bound]:g}", ""
+    if kind in ("too_short", "string_too_short"):
+        return f"`{key}` is empty", ""
+    if kind == "value_error":
+        return f"`{key}`: {context['error']}", ""
+    expected = _EXPECTED.get(kind.split("_")[0])
+    return f"`{key}` is {value}; " + (f"expected {expected}" if expected else error["msg"].lower()), ""
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _near(word: str, options: list[str], otherwise: str | None = None) -> str:
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    if close:
+        return close[0]
+    return "keys here: " + ", ".join(options) if otherwise is None and options else otherwise or ""

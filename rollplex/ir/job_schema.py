@@ -1,0 +1,205 @@
+"""The sections of a job: what each key means, its unit, its default and its range."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from rollplex.ir.sizes import Gb, Gib, gib_to_nbytes
+
+DType = Literal["bfloat16", "float32", "float64"]
+Schedule = Literal["serial", "rollplex", "naive"]
+Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "weight_sharing"]
+Part = Literal["vision", "language"]
+
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _distinct(values: tuple) -> tuple:
+    repeated = sorted({str(v) for v in values if values.count(v) > 1})
+    if repeated:
+        raise ValueError(f"{', '.join(repeated)} stands there more than once")
+    return values
+
+
+def _auto_or_count(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError(f"is {value!r}; expected auto or a whole number of at least 1")
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, unknown keys refused, no silent conversion of numbers to flags."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would read true as 1
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError(f"{str(value).lower()} does not belong here")
+        return value
+
+
+class ModelChoice(Section):
+    """Which model is trained, and in which dtype the engines hold it."""
+
+    name: str = Field(min_length=1, description="a registry name, a Hugging Face directory, or a config.json")
+    dtype: DType = Field(
+        default="bfloat16", description="of weights, activations and KV; float32 and float64 on the host"
+    )
+    config: dict[str, Any] | None = Field(
+        default=None,
+        description="config.json fields; filled in when `name` is a path, so that a plan stands on its own",
+    )
+
+
+class Cluster(Section):
+    """The machines."""
+
+    gpu: str = Field(description="GPU type (`rollplex gpus`), or cpu for the host backend")
+    gpus_per_node: Count = Field(default=8, description="GPUs of one node (processes, on cpu)")
+    nodes: Count = Field(default=1, description="number of identical nodes")
+    host_memory_gb: Gb = Field(description='host memory of one node, GB (decimal) or with a unit: "1.4 TB"')
+    capacity_gib: Gib | None = Field(
+        default=None,
+        gt=0,
+        description="memory of one GPU that software can use, GiB; null takes the GPU's own; required on cpu",
+    )
+    pinned_share: float = Field(
+        default=0.85, gt=0, le=1, description="part of the host memory that may be pinned for the pool"
+    )
+    internode_gb_s: Positive = Field(default=50.0, description="network between nodes, GB/s per node and direction")
+
+
+class Parallel(Section):
+    """What any engine states: its name and how many GPUs hold one copy of the model."""
+
+    tensor_parallel: Count = Field(default=1, description="GPUs that hold one copy of the model")
+
+
+class Train(Parallel):
+    """The training engine of a role."""
+
+    engine: str = Field(default="megatron", description="megatron, or host")
+    sequence_parallel: bool = Field(default=True, description="cut activations between the tensor-parallel regions too")
+    data_parallel: Count | None = Field(
+        default=None, description="copies of the model; null derives GPUs / tensor_parallel"
+    )
+
+
+class Score(Train):
+    """The engine that computes a role's log-probabilities without training it."""
+
+
+class Rollout(Parallel):
+    """The engine that samples a role's responses."""
+
+    engine: str = Field(default="vllm", description="vllm, or host")
+    kv_cache_gib: Gib = Field(description='KV cache budget of one GPU, GiB or with a unit: "48 MiB"')
+    runtime_gib: Gib = Field(
+        default=3.0, description="buffers of the engine beside weights and KV, one GPU, GiB or with a unit"
+    )
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """KV cache budget of one GPU, bytes."""
+        return gib_to_nbytes(self.kv_cache_gib)
+
+    @property
+    def runtime_bytes(self) -> int:
+        """Engine buffers of one GPU, bytes."""
+        return gib_to_nbytes(self.runtime_gib)
+
+
+class Role(Section):
+    """One use of the model: which engines train it, sample from it, score with it."""
+
+    train: Train | None = Field(default=None, description="present when the role is trained")
+    rollout: Rollout | None = Field(default=None, description="present when the role generates responses")
+    score: Score | None = Field(default=None, description="present when a frozen role computes log-probabilities")
+    freeze: Annotated[tuple[Part, ...], AfterValidator(_distinct)] = Field(
+        default=(), description="parts that are not trained"
+    )
+    recompute: Literal["none", "full"] = Field(
+        default="full", description="activations of suffix and backward: keep, or redo"
+    )
+    prefix_saved: Literal["auto", "host", "hbm", "dropped"] = Field(
+        default="auto",
+        description="what the attached prefix saves for its backward: in host memory, in HBM, or recomputed",
+    )
+
+
+class Workload(Section):
+    """One step's work; the token budgets are upper bounds that the plan must hold."""
+
+    prompts: Count = Field(description="prompts of one step, over all GPUs")
+    group: Count = Field(default=8, description="responses sampled for each prompt")
+    prompt_tokens: int = Field(ge=2, description="most tokens of a prompt, visual tokens included")
+    response_tokens: Count = Field(description="most tokens of a response")
+    prompt_median: Count | None = Field(default=None, description="median tokens of a prompt, for predicted times")
+    response_median: Count | None = Field(default=None, description="median tokens of a response, for predicted times")
+    frames: int = Field(default=0, ge=0, description="frames sampled from a video; 0 for text")
+    max_pixels: Count | None = Field(
+        default=None, description="most pixels of one frame; null leaves it to prompt_tokens"
+    )
+
+
+class Layout(Section):
+    """How training and rollout weights share bytes."""
+
+    order: Literal["stock"] = Field(default="stock", description="row order of the rollout engine's weights")
+
+
+class Optimizer(Section):
+    """AdamW on FP32 states, in chunks."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="the update rule")
+    lr: NonNegative = Field(default=1.0e-6, description="learning rate")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.999), description="decay of the two moments"
+    )
+    eps: Positive = Field(default=1.0e-8, description="added to the root of the second moment")
+    weight_decay: NonNegative = Field(default=0.0, description="decoupled weight decay")
+    clip_norm: Positive | None = Field(
+        default=1.0, description="global gradient norm is clipped to this; null does not clip"
+    )
+    chunks: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(
+        default="auto", description="pieces the state is updated in; auto lets the solver choose"
+    )
+    in_flight: Count = Field(default=3, description="chunks whose load, update and return may overlap")
+
+
+class Sharing(Section):
+    """How prefix work and decode share a GPU."""
+
+    kind: Literal["mps", "fixed"] = Field(default="mps", description="mps: as MPS schedules; fixed: a share of the SMs")
+    share: Share | None = Field(default=None, description="part of the SMs for prefix work, with kind: fixed")
+
+
+class Solver(Section):
+    """Limits of the solver passes."""
+
+    seconds: Positive = Field(default=30.0, description="deterministic time of one solve, seconds")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="random seed of the solver")
+
+
+class RunOptions(Section):
+    """What `rollplex run` needs and a plan does not."""
+
+    data: str | None = Field(default=None, description="JSONL file of the prompts; relative to the job file")
+    steps: Count = Field(default=100, description="iterations")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="random seed of data order and sampling")
+    temperature: Positive = Field(default=1.0, description="sampling temperature")
+    threads: Count = Field(default=1, description="CPU threads of one process")
+    weights: str | None = Field(default=None, description="directory of initial weights; relative to the job file")
+    silent_s: Positive = Field(
+        default=60.0, description="seconds after which a process that says nothing counts as dead"
+    )
+    reward_timeout_s: Positive = Field(default=30.0, description="seconds that one call of a host function may take")
