@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import socket
 import threading
@@ -389,13 +390,12 @@ def test_waiting_for_fds_ends() -> None:
 
 
 def test_a_full_fd_table_is_an_error() -> None:
-    import resource
-
     ours, theirs = socket.socketpair()
     send_fds(ours, {}, memfds(40))
     before, limits = open_fds(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 5, limits[1]))
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 5, limits[1]))
     try:
         with pytest.raises(EngineError, match="of 40 file descriptors arrived"):
             recv_fds(theirs)
