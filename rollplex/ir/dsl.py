@@ -1,0 +1,242 @@
+"""`@rx.algorithm`: one training iteration of an RL algorithm as a Python function, traced into a graph.
+
+@rx.algorithm
+def grpo(prompts, *, actor, reference, reward, n=8): ..
+
+grpo.roles                    {"actor": "policy", "reference": "frozen"}
+grpo.trace({"n": 4})          torch.fx.Graph
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch.fx import Graph
+
+from rollplex.ir import graph as graphs
+from rollplex.ir.errors import GraphError, Loc, Problem, RollplexError
+from rollplex.ir.ops import group_normalize, masked_mean, masked_sum
+from rollplex.ir.params import number
+from rollplex.ir.roles import Handle, host
+from rollplex.ir.tracing import Recorder, closest, named_graph
+from rollplex.ir.types import RoleKind
+
+__all__ = [
+    "Algorithm",
+    "Frozen",
+    "HostFunction",
+    "Policy",
+    "Prompts",
+    "algorithm",
+    "group_normalize",
+    "host",
+    "masked_mean",
+    "masked_sum",
+]
+
+
+class Prompts:
+    """Annotation of the prompts; fields tokens, mask [prompt, token], lengths [prompt]."""
+
+
+class Policy:
+    """Annotation of the role that is sampled from and trained."""
+
+
+class Frozen:
+    """Annotation of a role whose weights never change."""
+
+
+class HostFunction:
+    """Annotation of a parameter that is a Python function, called through rx.host."""
+
+
+_KINDS: Mapping[str, RoleKind] = {"Policy": "policy", "Frozen": "frozen"}
+
+
+@dataclass(frozen=True, eq=False)
+class Algorithm:
+    """An algorithm: its function, and what its signature says. `parameters` are the keyword arguments with defaults."""
+
+    fn: Callable[..., Any]
+    name: str
+    file: str
+    line: int
+    prompts: str
+    parameters: Mapping[str, Any]
+    handles: tuple[str, ...]
+
+    @property
+    def loc(self) -> Loc:
+        """The line of the `def`."""
+        return Loc(Path(self.file).name, self.line)
+
+    @cached_property
+    def _used(self) -> Mapping[str, Handle]:
+        return {h.name: h for h in self._run({}, None)[1]}
+
+    @property
+    def roles(self) -> Mapping[str, RoleKind]:
+        """Every role that is used as a model, and what it is, by annotation or else by use."""
+        return MappingProxyType({h.name: _kind(h) for h in self._used.values() if set(h.uses) - {"host"}})
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Parameters that are host functions, bound to Python callables when the algorithm runs."""
+        return tuple(h.name for h in self._used.values() if "host" in h.uses)
+
+    def trace(self, params: Mapping[str, Any] | None = None, roles: Mapping[str, RoleKind] | None = None) -> Graph:
+        """Run the function on traced values. `roles` are the job's; without them, their use in the algorithm decides.
+
+        Raises GraphError, with the user's file:line, for anything that cannot be part of a graph.
+        """
+        graph, handles = self._run(params or {}, roles)
+        _check_roles(self, handles, roles)
+        _check_updates(self, graph)
+        graphs.verify(graph)
+        return graph
+
+    def _run(self, params: Mapping[str, Any], roles: Mapping[str, RoleKind] | None) -> tuple[Graph, list[Handle]]:
+        values = self._values(params)
+        recorder = Recorder(self.fn.__code__)
+        handles = [Handle(h, recorder, _declared(self, h, roles)) for h in self.handles if h not in values]
+        prompts = recorder.input(self.prompts, "Prompts", self.loc)
+        prompts.node.meta["header"] = _header(self)
+        arguments = {**{h.name: h for h in handles}, **{k: number(v, k) for k, v in values.items()}}
+        _call(self, prompts, arguments)
+        recorder.graph.output(tuple(graphs.updates(recorder.graph).values()))
+        return named_graph(recorder.graph), handles
+
+    def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        known = (*self.parameters, *self.handles)
+        problems = [
+            Problem(f"{self.name} has no parameter `{p}`", str(self.loc), closest(p, known))
+            for p in params
+            if p not in known
+        ]
+        if problems:
+            raise GraphError(*problems)
+        return {**self.parameters, **params}
+
+
+def _call(algorithm: Algorithm, prompts: Any, arguments: Mapping[str, Any]) -> None:
+    """Run the user's function; its own Python errors become ours, at the line of its file that raised."""
+    try:
+        algorithm.fn(prompts, **arguments)
+    except RollplexError:
+        raise
+    except Exception as err:
+        lines = [
+            f.lineno for f in traceback.extract_tb(err.__traceback__) if f.filename == algorithm.fn.__code__.co_filename
+        ]
+        where = Loc(algorithm.loc.file, lines[-1] if lines and lines[-1] else algorithm.line)
+        raise GraphError(f"{type(err).__name__}: {err}", where=where, hint="this line of the algorithm raised") from err
+
+
+def _declared(algorithm: Algorithm, name: str, roles: Mapping[str, RoleKind] | None) -> RoleKind | None:
+    """What the annotation or the job says a role is; they must agree."""
+    annotation = algorithm.fn.__annotations__.get(name)
+    written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    by_annotation = _KINDS.get(written.rsplit(".", 1)[-1])
+    by_job = (roles or {}).get(name)
+    if by_annotation and by_job and by_annotation != by_job:
+        raise GraphError(
+            f"`{name}` is {by_annotation} in the algorithm and {by_job} in the job",
+            where=algorithm.loc,
+            hint="make them agree",
+        )
+    return by_annotation or by_job
+
+
+def _kind(handle: Handle) -> RoleKind:
+    return handle.kind or ("policy" if {"generate", "update"} & set(handle.uses) else "frozen")
+
+
+def _check_roles(algorithm: Algorithm, handles: list[Handle], roles: Mapping[str, RoleKind] | None) -> None:
+    """Every model the algorithm calls is in the job, and every role of the job is called; one role is the policy."""
+    models = {h.name: h for h in handles if set(h.uses) - {"host"}}
+    problems = []
+    if roles is not None:
+        for handle in models.values():
+            if handle.name not in roles:
+                where = str(min(handle.uses.values()))
+                problems.append(
+                    Problem(f"the job has no role `{handle.name}`", where, f"add roles.{handle.name} to the job")
+                )
+        for name in roles:
+            if name not in models:
+                hint = closest(name, models) if models else "remove it from the job"
+                problems.append(
+                    Problem(f"the job's role `{name}` is never called by {algorithm.name}", str(algorithm.loc), hint)
+                )
+    policies = [h for h in models.values() if _kind(h) == "policy"]
+    if not problems and len(policies) > 1:
+        first, second = policies[:2]
+        problems.append(_two_policies(first, second))
+    if problems:
+        raise GraphError(*problems)
+
+
+def _two_policies(first: Handle, second: Handle) -> Problem:
+    uses = {h.name: next((u for u in ("update", "generate") if u in h.uses), "declared") for h in (first, second)}
+    trained = second if "update" in second.uses else first
+    other = first if trained is second else second
+    return Problem(
+        f"two policies: `{first.name}` ({uses[first.name]}) and `{second.name}` ({uses[second.name]})",
+        str(trained.uses.get("update", min(trained.uses.values()))),
+        f"one role is sampled from and updated: did you mean {other.name}.update(..)?",
+    )
+
+
+def _check_updates(algorithm: Algorithm, graph: Graph) -> None:
+    """There is an update, and its loss reaches the role it trains."""
+    found = graphs.updates(graph)
+    if not found:
+        raise GraphError(
+            f"{algorithm.name} updates no role", where=algorithm.loc, hint="end it with actor.update(loss)"
+        )
+    for role, node in found.items():
+        if node.args[1] not in graphs.attached(graph, role):
+            raise GraphError(
+                f"the loss does not depend on `{role}`: no gradient would reach it",
+                where=graphs.loc(node),
+                hint=f"compute it from {role}.logprobs(prompts, rollout), and detach nothing on the way",
+            )
+
+
+def _header(algorithm: Algorithm) -> str:
+    signature = inspect.signature(algorithm.fn).replace(return_annotation=inspect.Signature.empty)
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return f"{algorithm.name}{signature.replace(parameters=plain)}"
+
+
+def algorithm(fn: Callable[..., Any]) -> Algorithm:
+    """Make an algorithm of a function `(prompts, *, roles and host functions, parameters=defaults)`."""
+    if not inspect.isfunction(fn):
+        raise GraphError(f"rx.algorithm needs a function, not {fn!r}", hint="@rx.algorithm above a def")
+    where = Loc(Path(fn.__code__.co_filename).name, fn.__code__.co_firstlineno)
+    parameters = list(inspect.signature(fn).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keyword = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
+    if len(positional) != 1 or len(positional) + len(keyword) != len(parameters):
+        raise GraphError(
+            f"{fn.__name__} must take the prompts, then keyword-only arguments",
+            where=where,
+            hint=f"def {fn.__name__}(prompts, *, actor, reference, reward, n=8)",
+        )
+    return Algorithm(
+        fn=fn,
+        name=fn.__name__,
+        file=fn.__code__.co_filename,
+        line=where.line,
+        prompts=positional[0].name,
+        parameters=MappingProxyType({p.name: p.default for p in keyword if p.default is not p.empty}),
+        handles=tuple(p.name for p in keyword if p.default is p.empty),
+    )

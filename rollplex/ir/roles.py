@@ -1,0 +1,150 @@
+"""Roles as the algorithm sees them while it is traced: methods of models record ops, `rx.host` records host calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from rollplex.ir import graph as graphs
+from rollplex.ir import ops
+from rollplex.ir.errors import GraphError, Loc
+from rollplex.ir.ops import Returns
+from rollplex.ir.tracing import Recorder, Value, closest
+from rollplex.ir.types import RoleKind
+
+_METHODS = ("generate", "logprobs", "prefix", "suffix", "update")
+
+
+@dataclass(eq=False)
+class Handle:
+    """A parameter without a default: a model once one of its methods is called, a host function inside `rx.host`."""
+
+    name: str
+    recorder: Recorder
+    kind: RoleKind | None = None
+    uses: dict[str, Loc] = field(default_factory=dict)
+
+    @property
+    def misuse(self) -> str:
+        """What to write when the handle itself stands where a value should."""
+        return f"call a model's method ({self.name}.logprobs(..)) or a host function: rx.host({self.name})(prompts, rollout)"
+
+    def __repr__(self) -> str:
+        return f"`{self.name}`"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.recorder.refuse(f"a role has no `.{name}`: `{self.name}.{name}`", closest(name, _METHODS))
+
+    def __call__(self, *_args: object, **_kwargs: object) -> Any:
+        self.recorder.refuse(f"`{self.name}` is called like a function", f"rx.host({self.name})(prompts, rollout)")
+
+    def generate(self, prompts: Any, n: int) -> Value:
+        """Sample n responses a prompt; a Rollout."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            self.recorder.refuse(f"n must be a positive whole number of responses, it is {n!r}", "n=8")
+        if self.kind == "frozen":
+            self.recorder.refuse(f"`{self.name}` is frozen and cannot generate", "generate from the policy")
+        self._struct(prompts, "Prompts", "generate")
+        if self.recorder.responds(prompts):
+            self.recorder.refuse(
+                "generate from prompts that depend on a response of this step",
+                "generate from the prompts of the data set",
+            )
+        return self._record(ops.generate, prompts, n=n)
+
+    def logprobs(self, prompts: Any, rollout: Any) -> Value:
+        """Log-probabilities of the response tokens; `prompts` may be a boundary made by `prefix`."""
+        if isinstance(prompts, Value) and prompts.node.meta["struct"] == "Boundary":
+            return self.suffix(prompts, rollout)
+        self._struct(prompts, "Prompts", "logprobs")
+        self._struct(rollout, "Rollout", "logprobs")
+        return self._record(ops.logprobs, prompts, rollout)
+
+    def prefix(self, prompts: Any) -> Value:
+        """The boundary of the prompts: everything before the first response position."""
+        self._struct(prompts, "Prompts", "prefix")
+        if self.recorder.responds(prompts):
+            self.recorder.refuse(
+                f"a prefix of `{prompts.node.name}`, which depends on the response",
+                f"use {self.name}.logprobs({prompts.node.name}, ..): it runs whole, after the rollout",
+            )
+        return self._record(ops.prefix, prompts)
+
+    def suffix(self, boundary: Any, rollout: Any) -> Value:
+        """Log-probabilities of the response tokens on top of a boundary of the same role."""
+        self._struct(boundary, "Boundary", "suffix")
+        self._struct(rollout, "Rollout", "suffix")
+        maker = graphs.role(boundary.node)
+        if maker != self.name:
+            self.recorder.refuse(f"a suffix of `{self.name}` on a boundary of `{maker}`", f"use {maker}.suffix(..)")
+        return self._record(ops.suffix, boundary, rollout)
+
+    def update(self, loss: Any) -> Value:
+        """One optimizer step of this role."""
+        if self.kind == "frozen":
+            self.recorder.refuse(
+                f"`{self.name}` is frozen and cannot be updated", "update the policy, or declare the role rx.Policy"
+            )
+        if not isinstance(loss, Value) or loss.node.meta["struct"] is not None:
+            self.recorder.refuse(f"the loss of `{self.name}` is not a tensor", "rx.masked_mean(.., rollout.mask)")
+        update = self._record(ops.update, loss)
+        self.recorder.updated[self.name] = graphs.loc(update.node)
+        return update
+
+    def _struct(self, value: Any, struct: str, method: str) -> None:
+        if not isinstance(value, Value) or value.node.meta["struct"] != struct:
+            shown = value.node.name if isinstance(value, Value) else repr(value)
+            self.recorder.refuse(f"{self.name}.{method} takes {struct}, not {shown}", "")
+
+    def _record(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
+        value = self.recorder.record(fn, self.name, *args, **kwargs)
+        self.uses.setdefault(fn.__name__, graphs.loc(value.node))
+        return value
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """`rx.host(fn)`: called with traced values it records a host op, called with anything else it calls the function."""
+
+    fn: Any
+    returns: Returns
+
+    def __call__(self, *args: Any) -> Any:
+        traced = next((a for a in args if isinstance(a, Value)), None)
+        if isinstance(self.fn, Handle):
+            if traced is None:
+                self.fn.recorder.refuse(
+                    f"rx.host({self.fn.name}) needs prompts or a rollout", "rx.host(f)(prompts, rollout)"
+                )
+            self.fn.uses.setdefault("host", self.fn.recorder.here())
+            return traced.tracer.record(ops.host, self.fn.name, *args, returns=self.returns)
+        if traced is None:
+            return self.fn(*args)
+        return traced.tracer.record(ops.host, host_name(self.fn, traced.tracer), *args, returns=self.returns)
+
+
+def host_name(fn: Any, recorder: Recorder) -> str:
+    """`module:function`, by which another process can find a host function; refuses what cannot be found again."""
+    if not callable(fn):
+        recorder.refuse(f"rx.host needs a function, not {fn!r}", "rx.host(reward)(prompts, rollout)")
+    name = getattr(fn, "__qualname__", "")
+    if not name or "<" in name:
+        recorder.refuse(
+            "a lambda or an inner function cannot be found by the process that calls it",
+            "define it with def, at the top of a file",
+        )
+    return f"{fn.__module__}:{name}"
+
+
+def host(fn: Any, returns: Returns = "scores") -> HostCall:
+    """Any Python callable as a part of the graph, run on the host: `rx.host(reward)(prompts, rollout)`.
+
+    `returns`: "scores" [prompt, group]; "prompts", one for each prompt; "sample_prompts", one for each response;
+    "rollout", given responses.
+    """
+    if returns not in get_args(Returns):
+        raise GraphError(f"rx.host(.., returns={returns!r})", hint=closest(str(returns), get_args(Returns)))
+    return HostCall(fn, returns)

@@ -1,0 +1,282 @@
+"""Recording an algorithm: traced values stand for tensors, and every op on one becomes a node with the user's file:line.
+
+The names of nodes are the user's own: before each op, the variables of the frames that led to it are looked through for
+values that have no name yet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import linecache
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.proxy import GraphAppendingTracer, Proxy
+
+from rollplex.ir import graph as graphs
+from rollplex.ir import ops
+from rollplex.ir.errors import GraphError, Loc
+from rollplex.ir.torch_ops import TORCH_OPS, instead_of, torch_op_name
+from rollplex.ir.types import FIELDS
+
+# Frames of these folders are ours or torch's; the user's line is outside.
+_OURS = tuple(str(Path(p).resolve().parent) for p in (str(Path(__file__).parent), torch.__file__))
+
+_CONTROL = (
+    "a choice between values is torch.where(condition, a, b) or a mask; `if` and `while` may test parameters only"
+)
+_LENGTH = "lengths are fixed by the job: use the parameter n, rx.group_normalize, or a masked op"
+_NUMBER = "keep it as a tensor (torch maths records itself), or make it a parameter of the algorithm"
+# Arguments of torch functions that say where or into what, which a plan decides.
+_FOREIGN_ARGUMENTS = {"out", "device", "generator", "inplace", "layout", "memory_format"}
+
+
+class Value(Proxy):
+    """A traced tensor, or a struct of them (prompts, a rollout, a boundary)."""
+
+    tracer: Recorder
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.tracer.attribute(self, name)
+
+    def __bool__(self) -> bool:
+        self.tracer.refuse_data("a decision on", _CONTROL)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.tracer.refuse_data("iteration over", _LENGTH)
+
+    def __len__(self) -> int:
+        self.tracer.refuse_data("the length of", _LENGTH)
+
+    def __contains__(self, _item: object) -> bool:
+        self.tracer.refuse_data("a search in", _CONTROL)
+
+    def __int__(self) -> int:
+        self.tracer.refuse_data("a Python number of", _NUMBER)
+
+    def __float__(self) -> float:
+        self.tracer.refuse_data("a Python number of", _NUMBER)
+
+    def __index__(self) -> int:
+        self.tracer.refuse_data("a Python number of", _NUMBER)
+
+    def __setitem__(self, _key: object, _value: object) -> None:
+        self.tracer.refuse(
+            "values are never changed in place", "torch.where(condition, a, b), or x.masked_fill(mask, v)"
+        )
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        self.tracer.refuse(f"%{self.node.name} is a value, not a function", "")
+
+
+class Recorder(GraphAppendingTracer):
+    """Appends nodes to a graph and refuses, at the user's line, what cannot be part of one."""
+
+    def __init__(self, code: CodeType) -> None:
+        super().__init__(Graph())
+        self.code = code
+        self.file = code.co_filename
+        self.updated: dict[str, Loc] = {}
+        self._theta: dict[Node, frozenset[str]] = {}
+        self._late: set[Node] = set()
+        self._fields: dict[tuple[Node, str], Value] = {}
+
+    # -------------------------------------------------------------------------------------------------- recording
+
+    def input(self, name: str, struct: str, where: Loc) -> Value:
+        """The placeholder of the algorithm's prompts."""
+        node = self.graph.placeholder(name)
+        node.meta = {"loc": where, "label": name, "struct": struct}
+        self._theta[node] = frozenset()
+        return Value(node, self)
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Callable[[Node], Proxy] | None = None,
+    ) -> Value:
+        """Record one op; torch functions, operators, methods and Rollplex ops all come through here."""
+        self._name_values()
+        if target not in ops.OP_OF:
+            self._check_torch(kind, target, args, kwargs)
+        node_args, node_kwargs = self._argument(args), self._argument(kwargs)
+        node = self.graph.create_node(kind, target, node_args, node_kwargs)
+        node.meta = {"loc": self.here(), "label": None, "struct": self._struct(node)}
+        self._track(node)
+        return Value(node, self)
+
+    def record(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
+        """Record a Rollplex op."""
+        return self.create_proxy("call_function", fn, args, kwargs)
+
+    def attribute(self, value: Value, name: str) -> Any:
+        """A field of a struct, or a method of a tensor that records itself when called."""
+        struct = value.node.meta["struct"]
+        if struct is not None:
+            return self._field(value, struct, name)
+        if f"Tensor.{name}" not in TORCH_OPS:
+            self.refuse(f"a traced tensor has no `.{name}`", instead_of(name))
+        return lambda *args, **kwargs: self.create_proxy("call_method", name, (value, *args), kwargs)
+
+    def _field(self, value: Value, struct: str, name: str) -> Value:
+        if name not in FIELDS[struct]:
+            self.refuse(f"{struct} has no `.{name}`", closest(name, FIELDS[struct]))
+        if (value.node, name) not in self._fields:
+            self._fields[value.node, name] = self.record(ops.field, value, name)
+        return self._fields[value.node, name]
+
+    def _struct(self, node: Node) -> str | None:
+        row = graphs.op_of(node)
+        if row is None:
+            return None
+        returns = graphs.bound_arguments(node)["returns"] if row.fn is ops.host else None
+        return ops.STRUCT_OF_RETURNS[returns] if returns else row.struct
+
+    # --------------------------------------------------------------------------------------------------- refusing
+
+    def refuse(self, what: str, hint: str) -> NoReturn:
+        """A GraphError at the user's line."""
+        raise GraphError(what, where=self.here(), hint=hint)
+
+    def refuse_data(self, what: str, hint: str) -> NoReturn:
+        """Refuse Python code that would need the value of a tensor while the algorithm is being traced."""
+        where = self.here()
+        line = linecache.getline(self.file, where.line).strip()
+        raise GraphError(f"{what} a value that does not exist yet: `{line}`", where=where, hint=hint)
+
+    def _check_torch(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if torch_op_name(kind, target) is None:
+            self.refuse(f"`{name}` cannot be part of an algorithm's graph", instead_of(name))
+        foreign = sorted(_FOREIGN_ARGUMENTS & set(kwargs))
+        strings = [a for a in args[1:] if isinstance(a, str)]
+        if foreign or strings:
+            self.refuse(f"`{name}` with {', '.join(foreign or strings)}", "the job says where things run; drop it")
+        for arg in args:
+            if isinstance(arg, Value) and arg.node.meta["struct"] is not None:
+                struct = arg.node.meta["struct"]
+                fields = ", ".join(f".{f}" for f in FIELDS[struct]) or "none that maths can use"
+                self.refuse(f"`{name}` on {arg.node.name}, which is {struct}, not a tensor", f"its fields are {fields}")
+
+    def _argument(self, value: Any) -> Any:
+        """A value as an fx argument; only numbers, strings, dtypes and traced values may stand in a plan."""
+        match value:
+            case Value():
+                return value.node
+            case None | bool() | int() | float() | str() | torch.dtype():
+                return value
+            case tuple() | list():
+                return tuple(self._argument(v) for v in value)
+            case dict():
+                return {k: self._argument(v) for k, v in value.items()}
+            case slice():
+                return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+            case _ if value is ...:
+                return value
+            case torch.Tensor():
+                self.refuse(
+                    "a tensor made in the algorithm cannot be part of a plan", "use a Python number, or a parameter"
+                )
+            case _:
+                hint = getattr(value, "misuse", "use numbers, parameters and traced values")
+                self.refuse(f"{value!r} cannot be an argument here", hint)
+
+    def _track(self, node: Node) -> None:
+        """Refuse values of theta_k after the update that ends it, then note what the node depends on."""
+        theta = frozenset[str]().union(*(self._theta[i] for i in node.all_input_nodes))
+        name = graphs.role(node)
+        # An update may take a loss computed before another role's update: all updates happen together, at the end.
+        over = {name} if graphs.is_op(node, ops.update) else theta | ({name} if name else set())
+        for gone in sorted(over & set(self.updated)):
+            self._refuse_late_use(node, gone)
+        self._theta[node] = theta | ({name} if name else frozenset())
+        if graphs.is_op(node, ops.generate) or any(i in self._late for i in node.all_input_nodes):
+            self._late.add(node)
+
+    def _refuse_late_use(self, node: Node, gone: str) -> NoReturn:
+        if graphs.is_op(node, ops.update):
+            self.refuse(
+                f"`{gone}` is updated twice, first at line {self.updated[gone].line}", "add the losses and update once"
+            )
+        self.refuse(
+            f"a value of `{gone}` is used after its update at line {self.updated[gone].line}",
+            f"move the line before {gone}.update(..): after it, theta is already that of the next step",
+        )
+
+    def responds(self, value: Value) -> bool:
+        """Whether a value depends on a response sampled in this step."""
+        return value.node in self._late
+
+    # ---------------------------------------------------------------------------------------- the user's frames
+
+    def here(self) -> Loc:
+        """The innermost line of the algorithm's file, else of any file that is neither ours nor torch's."""
+        frames = list(self._frames())
+        frame = next((f for f in frames if f.f_code.co_filename == self.file), frames[0])
+        return Loc(Path(frame.f_code.co_filename).name, frame.f_lineno)
+
+    def _frames(self) -> Iterator[FrameType]:
+        """The user's frames, innermost first, out to the algorithm itself."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith(_OURS):
+                yield frame
+            if frame.f_code is self.code:
+                return
+            frame = frame.f_back
+
+    def _name_values(self) -> None:
+        """Give values the name of the variable that holds them, the algorithm's own variables first."""
+        for frame in reversed(list(self._frames())):
+            arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+            for name, value in list(frame.f_locals.items()):
+                if isinstance(value, Value) and value.node.meta["label"] is None and name not in arguments:
+                    value.node.meta["label"] = name
+
+
+def closest(name: str, names: Any) -> str:
+    """`did you mean ..?` or the list of what there is."""
+    match = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean `{match[0]}`?" if match else f"there is: {', '.join(names)}"
+
+
+def named_graph(graph: Graph) -> Graph:
+    """The finished graph: nodes take the user's names first, temporaries keep fx's as far as those are free."""
+    names: dict[Node, str] = {}
+    taken: set[str] = set()
+    for labelled in (True, False):
+        for node in graph.nodes:
+            if (node.meta.get("label") is not None) is labelled:
+                names[node] = _unique(node.meta.get("label") or _temporary(node), taken)
+    return graphs.rebuild(graph, names)
+
+
+def _temporary(node: Node) -> str:
+    if graphs.is_op(node, ops.field):
+        return f"{node.args[0].meta['label'] or node.args[0].name}_{node.args[1]}"  # type: ignore[union-attr]
+    if graphs.is_op(node, ops.update):
+        return f"update_{node.args[0]}"
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "value")
+    return "index" if node.target is operator.getitem else target.strip("_")
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken.add(candidate)
+    return candidate
