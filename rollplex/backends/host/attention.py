@@ -1,0 +1,130 @@
+"""Exact attention over a shared prefix and own causal tokens, without copying the prefix for each sequence.
+
+    queries of n sequences   x  [ prefix K, V, one copy ]     part A: no mask
+                             x  [ own K, V of the sequence ]  part B: causal
+    merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
+
+Transformers calls `host_attention` for every language layer; what happens there is decided by the `io` that travels
+down with the call: capture the keys and values (prefix), read a prefix (suffix, rollout), or plain sdpa (no io).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "rollplex_host"
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class LayerIO(Protocol):
+    """What a language layer's attention does with its rotated heads."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [n, heads, s, d], key and value [n, kv_heads, s, d] -> output [n, heads, s, d]."""
+        ...
+
+
+def install_attention(text_config: PretrainedConfig) -> None:
+    """Make a model's language layers call `host_attention`; plain calls of the model still run transformers' sdpa."""
+    AttentionInterface.register(NAME, host_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    text_config._attn_implementation = NAME
+
+
+def host_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    io: LayerIO | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function transformers looks up by name; returns [n, s, heads, d]."""
+    if io is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return io.attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal grouped-query attention; keys and values are kept unexpanded for the backward."""
+    return _SharedPrefix.apply(query, key, value, None, None, scale)
+
+
+def causal_after_prefix(
+    query: Tensor, key: Tensor, value: Tensor, prefix_key: Tensor, prefix_value: Tensor, scale: float
+) -> Tensor:
+    """n sequences of s tokens [n, heads, s, d] that all continue one prefix [kv_heads, p, d]."""
+    return _SharedPrefix.apply(query, key, value, prefix_key, prefix_value, scale)
+
+
+class _SharedPrefix(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, prefix_k: Tensor | None, prefix_v: Tensor | None, scale: float
+    ) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        out, lse = _flash(q, expand(k, groups), expand(v, groups), 0.0, True, scale=scale)
+        if prefix_k is not None and prefix_v is not None:
+            packed = pack(q, k.shape[1])
+            out_a, lse_a = _flash(packed, prefix_k[None], prefix_v[None], 0.0, False, scale=scale)
+            out, lse = merge(out, lse, unpack(out_a, q), unpack(lse_a[..., None], q)[..., 0])
+        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        q, k, v, prefix_k, prefix_v, out, lse = ctx.saved_tensors
+        kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+        dq, dk, dv = _flash_backward(
+            grad, q, expand(k, groups), expand(v, groups), out, lse, 0.0, True, scale=ctx.scale
+        )
+        dk, dv = (d.unflatten(1, (kv_heads, groups)).sum(2) for d in (dk, dv))
+        if prefix_k is None:
+            return dq, dk, dv, None, None, None
+        packed = [pack(t, kv_heads) for t in (grad, q, out)]
+        dq_a, dk_a, dv_a = _flash_backward(
+            packed[0],
+            packed[1],
+            prefix_k[None],
+            prefix_v[None],
+            packed[2],
+            pack(lse[..., None], kv_heads)[..., 0],
+            0.0,
+            False,
+            scale=ctx.scale,
+        )
+        return dq + unpack(dq_a, q), dk, dv, dk_a[0], dv_a[0], None
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over two disjoint sets of keys from the softmax over each: outputs [.., d], log-sum-exps [..]."""
+    both = torch.logaddexp(lse, other_lse)
+    return out * (lse - both).exp()[..., None] + other * (other_lse - both).exp()[..., None], both
+
+
+def expand(kv: Tensor, groups: int) -> Tensor:
+    """[n, kv_heads, s, d] -> [n, kv_heads * groups, s, d]."""
+    return kv if groups == 1 else kv.repeat_interleave(groups, dim=1)
+
+
+def pack(x: Tensor, kv_heads: int) -> Tensor:
+    """[n, heads, s, d] -> [1, kv_heads, n * groups * s, d]: all queries of one KV head as one sequence."""
+    return x.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)[None]
+
+
+def unpack(packed: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `pack` for a query shaped like `like` (its last dim may differ)."""
+    n, heads, s, _ = like.shape
+    kv_heads = packed.shape[1]
+    return packed[0].reshape(kv_heads, n, heads // kv_heads, s, -1).transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,43 @@
+"""A prompt as tensors: token ids, patches of its video or image, and mrope positions.
+
+<|im_start|>user\\n<|vision_start|><|video_pad|>*k<|vision_end|>QUESTION<|im_end|>\\n<|im_start|>assistant\\n
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Modality = Literal["video", "image", "text"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt, ready for the model; prefix = the first P - 1 tokens, suffix = the last one and the response.
+
+    input_ids [P] int64; pixel_values [patches, patch_dim] float32 or None; grid_thw [1, 3] int64 or None, in patches;
+    position_ids [3, P] int64, mrope; `next_position` is where the first response token stands on all three axes.
+    """
+
+    row: str
+    question: str
+    answer: str
+    input_ids: Tensor
+    position_ids: Tensor
+    next_position: int
+    modality: Modality = "text"
+    pixel_values: Tensor | None = None
+    grid_thw: Tensor | None = None
+    seconds_per_grid: float = 1.0
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of the prefix: all but the last."""
+        return self.input_ids.shape[0] - 1
+
+    @property
+    def patches(self) -> int:
+        """Vision patches of the prompt, 0 for text."""
+        return 0 if self.pixel_values is None else self.pixel_values.shape[0]

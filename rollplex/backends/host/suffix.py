@@ -1,0 +1,105 @@
+"""The suffix of a model call: the last prompt token and the responses, over a prefix that is already materialised.
+
+prefix   p0 p1 .. p(P-2)                 keys and values in the boundary slot, one copy for the group
+suffix   p(P-1) r0 r1 .. r(T-2)          one row a response, padded on the right: causal attention makes that exact
+scores          r0 r1 r2 .. r(T-1)       logits exist only at these positions, a few rows at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rollplex.backends.host.attention import causal_after_prefix
+from rollplex.backends.host.model import HostModel, set_recompute
+from rollplex.backends.host.prompts import Prompt
+
+LOGIT_ROWS = 256
+
+
+def boundary_leaf(kv: Tensor) -> Tensor:
+    """The boundary as an autograd leaf over the same memory; its `.grad` is what `prefix_backward` wants."""
+    return kv.detach().requires_grad_()
+
+
+def suffix_logprobs(
+    model: HostModel,
+    kv: Tensor,
+    prompt: Prompt,
+    responses: Sequence[Tensor],
+    temperature: float = 1.0,
+    *,
+    recompute: bool = False,
+    logit_rows: int = LOGIT_ROWS,
+) -> Tensor:
+    """Log-probabilities [n, T_max] of the response tokens, 0 beyond each response's end.
+
+    `kv` is `PrefixResult.kv` or its `boundary_leaf`; `responses` are n int64 tensors of 1 to T_max tokens. Runs under
+    the caller's grad mode: under no_grad this is the detached scoring of a reference. `recompute` keeps only layer
+    inputs for the backward. At most `logit_rows` rows of logits exist at a time, in the backward too.
+    """
+    inputs, targets, mask = _pad(prompt, responses)
+    set_recompute(model, recompute)
+    try:
+        hidden = _forward(model, kv, prompt, inputs)
+    finally:
+        set_recompute(model, False)
+    found = [
+        _head(model, rows, wanted, temperature)
+        for rows, wanted in zip(hidden[mask].split(logit_rows), targets[mask].split(logit_rows), strict=True)
+    ]
+    return torch.zeros(mask.shape, dtype=hidden.dtype).masked_scatter(mask, torch.cat(found))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """log p(token) [m] under softmax(logits / temperature) of logits [m, vocab]: what rollout records too."""
+    scaled = logits / temperature
+    return scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
+
+
+def suffix_positions(prompt: Prompt, start: int, count: int) -> Tensor:
+    """mrope positions [3, 1, count] of suffix tokens start .. start + count - 1; token 0 is the last prompt token."""
+    first = prompt.next_position - 1 + start
+    return torch.arange(first, first + count).expand(3, 1, count)
+
+
+def _pad(prompt: Prompt, responses: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs [n, T], targets [n, T] and which targets are real [n, T]."""
+    assert all(len(r) for r in responses), "every response has at least one token"
+    targets = torch.nn.utils.rnn.pad_sequence(list(responses), batch_first=True)
+    mask = torch.arange(targets.shape[1]) < torch.tensor([len(r) for r in responses])[:, None]
+    inputs = torch.cat([prompt.input_ids[-1:].expand(len(responses), 1), targets[:, :-1]], dim=1)
+    return inputs, targets, mask
+
+
+def _forward(model: HostModel, kv: Tensor, prompt: Prompt, inputs: Tensor) -> Tensor:
+    language = model.model.language_model
+    hidden = language.embed_tokens(inputs)
+    rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, inputs.shape[1]))
+    prefix = _ReadPrefix(kv)
+    for layer in language.layers:
+        hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=prefix)
+    return language.norm(hidden)
+
+
+def _head(model: HostModel, hidden: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    def score(hidden: Tensor, tokens: Tensor) -> Tensor:
+        return token_logprobs(model.lm_head(hidden), tokens, temperature)
+
+    if not torch.is_grad_enabled():
+        return score(hidden, tokens)
+    return checkpoint(score, hidden, tokens, use_reentrant=False)
+
+
+class _ReadPrefix:
+    """Unbinds the boundary once: indexing it layer by layer would make a full-size gradient for each layer."""
+
+    def __init__(self, kv: Tensor) -> None:
+        self.layers = [layer.unbind(0) for layer in kv.unbind(0)]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        prefix_key, prefix_value = self.layers[layer]
+        return causal_after_prefix(query, key, value, prefix_key, prefix_value, scale)
