@@ -36,7 +36,8 @@ def test_every_interleaving_releases_each_barrier_once_with_everyone_at_it(
                     assert set(barriers.missing) == set(waiting)
                 else:
                     passed.append(name)
-        assert tuple(passed) == BARRIERS and barriers.expected == ""
+        assert tuple(passed) == BARRIERS
+        assert barriers.expected == ""
 
 
 @settings(max_examples=100, deadline=None)

@@ -16,7 +16,7 @@ from rollplex.runtime.patience import TICK_S, Silence
 from rollplex.runtime.protocol import Exported, Signalled
 
 
-@pytest.fixture()
+@pytest.fixture
 def ends():
     a, b = (Channel(sock) for sock in pair())
     yield a, b
@@ -54,7 +54,8 @@ def test_a_frame_larger_than_the_socket_buffer_arrives_whole(ends: tuple[Channel
     sender.start()
     got, fds = b.receive()
     sender.join()
-    assert got == body and fds == []
+    assert got == body
+    assert fds == []
 
 
 def test_descriptors_travel_with_their_message_and_none_is_left_behind(ends: tuple[Channel, Channel]) -> None:

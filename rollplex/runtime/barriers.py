@@ -41,7 +41,7 @@ class Barriers:
 
     def begin(self) -> None:
         """A new iteration; only after the last barrier of the one before."""
-        assert self._next in (0, len(self.order)) and not self._arrived, f"iteration begins before {self.expected}"
+        assert self._next in (0, len(self.order)), f"an iteration begins before {self.expected}"
         self._next = 0
 
     def arrive(self, process: ProcessId, name: str) -> bool:

@@ -1,13 +1,13 @@
 """What the controller and an engine process say to each other, as typed messages over a `Channel`.
 
-    engine -> controller   Ready      Exported + fds   Entered, Left   Signalled   Arrived   Finished   Answer   Failed
-    controller -> engine   Assign + fds   Adopt + fds      Begin       Deliver     Release              Ask      Stop
+    engine -> controller   Exported + fds   Ready   Entered, Left   Signalled   Arrived   Finished   Answer   Failed
+    controller -> engine   Assign + fds   Adopt + fds   Begin     Deliver     Release              Ask     Stop
 
 A life: Assign, (Exported, Adopt)*, Ready, then for every iteration Begin, (Entered, Left | Signalled | Deliver |
 Arrived, Release)*, Finished; Ask and Answer between iterations; Stop. Failed may come instead of anything.
 
 Messages are pickled: both ends are our own processes of one version, over a socket pair that has no name and that
-nobody else can open. Plans, which come from outside, travel in them as JSON text and are validated when read.
+nobody else can open. A plan comes from outside: it travels as parsed JSON and is validated again where it arrives.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any, Literal
 
 import torch
 
+from rollplex.backends.engine import EngineReport, Values
 from rollplex.ir.errors import Problem
 from rollplex.runtime.channel import Channel
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
@@ -41,10 +40,12 @@ CONTROLLER = ProcessId("controller", 0)
 
 @dataclass(frozen=True)
 class Assign:
-    """Who the process is and what it runs; carries the descriptors of the shared ledgers."""
+    """Who the process is and what it runs; the descriptors are those of the shared ledgers, device then host."""
 
     process: ProcessId
-    plan_json: str
+    plan: dict[str, Any]
+    threads: int
+    silent_s: float
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,7 @@ class Finished:
     """The program is at its end; what was measured on the way."""
 
     iteration: int
-    metrics: dict[str, float]
-    memory: Any
+    report: EngineReport
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         assert not obj.requires_grad, "a value that travels between processes is detached"
         flat = obj.contiguous().view(-1).view(torch.uint8)
-        return _tensor, (bytearray(memoryview(flat.numpy())), obj.dtype, tuple(obj.shape))
+        return _tensor, (bytearray(flat.numpy().data), obj.dtype, tuple(obj.shape))
 
 
 def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

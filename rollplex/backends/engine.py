@@ -1,0 +1,130 @@
+"""What an engine offers the executor: the tasks of the graph, the objects they use, and the life between iterations.
+
+One engine lives in one process. `host` says what every task means; another backend (megatron, vllm) implements the
+same protocol, and the executor cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollplex.ir.steps import Exchange, Publish, Rebuild, Run, UpdateChunk
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine measured in one iteration: metrics by name, ledger logs, peak bytes inside each workspace."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    events: tuple[Any, ...] = ()
+    marks: tuple[Any, ...] = ()
+
+
+class Objects(Protocol):
+    """The planned objects of one process; `step` is the step's text, for messages and the log."""
+
+    def map(self, name: str, step: str) -> None:
+        """Attach fresh pages. PlanError if mapped, OutOfMemory over capacity."""
+        ...
+
+    def unmap(self, name: str, step: str) -> None:
+        """Detach pages. PlanError if unmapped, or if the only copy would be lost."""
+        ...
+
+    def fetch(self, name: str, step: str) -> None:
+        """Host copy to fresh pages. PlanError without a valid host copy."""
+        ...
+
+    def offload(self, name: str, step: str) -> None:
+        """Pages to host copy, then unmap."""
+        ...
+
+    def drop(self, name: str, step: str) -> None:
+        """Discard what will be made again. PlanError for what nobody makes again."""
+        ...
+
+    def mapped(self, name: str) -> bool:
+        """Whether the object has pages now."""
+        ...
+
+    def on_host(self, name: str) -> bool:
+        """Whether the pinned pool holds the object's slot, so that a task may stream it."""
+        ...
+
+    def wrote(self, names: Sequence[str], step: str) -> None:
+        """A step has written these objects."""
+        ...
+
+    def window(self, name: str) -> None:
+        """A window begins in this process."""
+        ...
+
+
+class Tasks(Protocol):
+    """The tasks of one process, without memory of its own: all that the controller needs."""
+
+    def begin(self, iteration: int) -> None:
+        """An iteration starts: seeds, scratch state of the last one."""
+        ...
+
+    def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
+        """Execute one task; returns the step's outputs by name."""
+        ...
+
+
+class Engine(Tasks, Protocol):
+    """An engine process: one rank of training or rollout."""
+
+    @property
+    def objects(self) -> Objects:
+        """The rank's objects."""
+        ...
+
+    def export(self) -> dict[str, list[int]]:
+        """Pages, as descriptors, of the objects that other processes read; once, after the start."""
+        ...
+
+    def adopt(self, name: str, fds: Sequence[int]) -> None:
+        """Bind the pages of an object that another process owns."""
+        ...
+
+    def ready(self) -> dict[str, Any]:
+        """All pages are bound: make what depends on them; facts about the engine for the report."""
+        ...
+
+    def update_chunk(self, step: UpdateChunk) -> None:
+        """Adam on one chunk, its new weights written into the shared snapshot."""
+        ...
+
+    def exchange(self, step: Exchange) -> None:
+        """A collective of the rank's group."""
+        ...
+
+    def rebuild(self, step: Rebuild) -> None:
+        """Copy and permute the tensors that cannot alias."""
+        ...
+
+    def publish(self, step: Publish) -> None:
+        """The snapshot is theta_k+1 now; EngineError if a part of it was not rewritten."""
+        ...
+
+    def finish(self) -> EngineReport:
+        """The iteration is over; what was measured."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the actor's weights as a Hugging Face directory at `path`, complete or not at all."""
+        ...
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of every piece of training state, by name."""
+        ...
+
+    def close(self) -> None:
+        """Let all memory go."""
+        ...

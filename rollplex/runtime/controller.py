@@ -1,0 +1,203 @@
+"""The controller's side of the protocol: one inbox, one handler a message, and an eye on every process.
+
+    with Crew(..) as crew:
+        controller = Controller(plan, crew, ..)
+        controller.start(ledgers)            engines build, pages are shared
+        controller.iteration(0)              everyone runs its program once, the controller too
+        controller.ask("digests")            a question to every engine
+        controller.stop()                    all exit with status 0
+
+`pump` is the only place that blocks. It returns when what it waits for has happened, and raises as soon as a process
+has died (its channel ends), has failed (it says so), or has said nothing for `silent_s`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollplex.backends.engine import EngineReport, Tasks, Values
+from rollplex.ir.errors import EngineError
+from rollplex.ir.plan import Plan
+from rollplex.runtime import death
+from rollplex.runtime.barriers import Barriers, Events, barrier_order, receivers
+from rollplex.runtime.crew import Crew, Gone, Member
+from rollplex.runtime.events import Progress, Started, StepEntered
+from rollplex.runtime.executor import run_iteration
+from rollplex.runtime.patience import TICK_S
+from rollplex.runtime.protocol import (
+    CONTROLLER,
+    Adopt,
+    Answer,
+    Arrived,
+    Ask,
+    Assign,
+    Begin,
+    Deliver,
+    Entered,
+    Exported,
+    Failed,
+    Finished,
+    Left,
+    Message,
+    ProcessId,
+    Ready,
+    Release,
+    Signalled,
+    Stop,
+)
+from rollplex.runtime.spans import Timeline
+from rollplex.runtime.state import ProcessState
+
+EXIT_S = 20.0  # from Stop to the exit of a healthy process
+
+
+class Controller:
+    """Steps the barriers and events of a run by the messages of its processes; also the controller's own Link."""
+
+    def __init__(self, plan: Plan, crew: Crew, tasks: Tasks, silent_s: float, progress: Progress) -> None:
+        programs = {process: plan.programs[process.kind] for process in (CONTROLLER, *crew.members)}
+        self.plan = plan
+        self.crew = crew
+        self.silent_s = silent_s
+        self.progress = progress
+        self.timeline = Timeline(programs)
+        self.reports: dict[ProcessId, EngineReport] = {}
+        self.facts: dict[ProcessId, dict[str, Any]] = {}
+        self._barriers = Barriers(programs, barrier_order(programs[CONTROLLER]))
+        self._events = Events(receivers(programs))
+        self._own = ProcessState(CONTROLLER, programs[CONTROLLER], self, tasks)
+        self._delivered: dict[str, Values] = {}
+        self._answers: dict[ProcessId, dict[str, str]] = {}
+
+    # ---- the life of a run
+
+    def start(self, ledgers: Callable[[], Sequence[int]], threads: int) -> None:
+        """Assign every process its program; returns when all engines are ready. `ledgers` makes fresh descriptors."""
+        self.progress(Started({process: member.pid for process, member in self.crew.members.items()}))
+        plan = self.plan.model_dump(mode="json", by_alias=True)
+        for process in self.crew.members:
+            self.crew.post(process, Assign(process, plan, threads, self.silent_s), ledgers())
+        self.pump(lambda: self.facts.keys() == self.crew.members.keys())
+        for member in self.crew.members.values():
+            member.silence.limit_s = self.silent_s
+
+    def iteration(self, number: int) -> None:
+        """One iteration: returns when every process has finished its program."""
+        self.reports.clear()
+        self._events.begin()
+        self._barriers.begin()
+        self.crew.post_all(Begin(number))
+        run_iteration(self._own, number)
+        self.pump(lambda: self.reports.keys() == self.crew.members.keys())
+
+    def values(self) -> Values:
+        """What the controller's own program made and received in the last iteration."""
+        return self._own.values
+
+    def ask(self, what: Ask, of: Callable[[ProcessId], bool] = lambda process: True) -> dict[ProcessId, dict[str, str]]:
+        """A question to the processes that `of` picks; their answers."""
+        self._answers.clear()
+        asked = {process for process in self.crew.members if of(process)}
+        for process in asked:
+            self.crew.post(process, what)
+        self.pump(lambda: self._answers.keys() == asked)
+        return dict(self._answers)
+
+    def stop(self) -> None:
+        """Let every process end by itself; EngineError for one that does not within 20 s, or ends badly."""
+        self.crew.post_all(Stop())
+        for member in self.crew.members.values():
+            if death.status(member, EXIT_S) != 0:
+                raise death.died(member, self.timeline)
+
+    # ---- the controller's own Link
+
+    def enter(self, iteration: int, index: int) -> None:
+        self._entered(CONTROLLER, iteration, index)
+
+    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
+        self.timeline.leave(CONTROLLER, iteration, index, start_ns, stop_ns)
+
+    def signal(self, event: str, values: Values) -> None:
+        self._signalled(CONTROLLER, event, values)
+
+    def wait(self, event: str) -> Values:
+        self.pump(lambda: event in self._delivered)
+        return self._delivered.pop(event)
+
+    def barrier(self, name: str) -> None:
+        passed = self._arrived(CONTROLLER, name)
+        self.pump(lambda: passed or self._barriers.expected != name)
+
+    # ---- messages
+
+    def pump(self, until: Callable[[], bool]) -> None:
+        """Handle messages until the condition holds; raises when a process has died, failed, or gone silent."""
+        while not until():
+            self._look_at_processes()
+            try:
+                process, message, fds = self.crew.inbox.get(timeout=TICK_S)
+            except queue.Empty:
+                continue
+            self._handle(self.crew.members[process], message, fds)
+
+    def _handle(self, member: Member, message: Message | Gone, fds: list[int]) -> None:
+        process = member.process
+        match message:
+            case Entered(iteration, index):
+                self._entered(process, iteration, index)
+            case Left(iteration, index, start_ns, stop_ns):
+                self.timeline.leave(process, iteration, index, start_ns, stop_ns)
+            case Signalled(event, values):
+                self._signalled(process, event, values)
+            case Arrived(barrier):
+                self._arrived(process, barrier)
+            case Exported(name):
+                self._hand_out(name, fds)
+            case Ready(facts):
+                self.facts[process] = facts
+            case Finished(_, report):
+                self.reports[process] = report
+            case Answer(_, result):
+                self._answers[process] = result
+            case Failed():
+                raise death.failed(member, self.timeline, message)
+            case Gone():
+                raise death.died(member, self.timeline)
+            case _:
+                raise EngineError(f"{process} sent {type(message).__name__}, which only the controller sends")
+
+    def _entered(self, process: ProcessId, iteration: int, index: int) -> None:
+        step = self.timeline.enter(process, iteration, index)
+        self.progress(StepEntered(process, iteration, step))
+
+    def _signalled(self, process: ProcessId, event: str, values: Values) -> None:
+        for receiver in self._events.signal(process, event):
+            if receiver == CONTROLLER:
+                self._delivered[event] = values
+            else:
+                self.crew.post(receiver, Deliver(event, values))
+
+    def _arrived(self, process: ProcessId, name: str) -> bool:
+        passed = self._barriers.arrive(process, name)
+        if passed:
+            self.crew.post_all(Release(name))
+        return passed
+
+    def _hand_out(self, name: str, fds: list[int]) -> None:
+        """Pass an object's pages to every process that reads it; each gets descriptors of its own."""
+        readers = self.plan.object(name).readers
+        for process in self.crew.members:
+            if process.kind in readers:
+                self.crew.post(process, Adopt(name), [os.dup(fd) for fd in fds])
+        for fd in fds:
+            os.close(fd)
+
+    def _look_at_processes(self) -> None:
+        """A death shows by the end of the channel; here are those who are there but silent."""
+        for member in self.crew.members.values():
+            if member.silence.too_long():
+                raise death.silent(member, self.timeline)

@@ -1,0 +1,76 @@
+"""Saying what died: process, pid, how, in which step, window and iteration, and where its log is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+from rollplex.ir import errors
+from rollplex.ir.errors import EngineError, Problem, RollplexError
+from rollplex.ir.steps import describe
+from rollplex.runtime.crew import Member
+from rollplex.runtime.protocol import Failed
+from rollplex.runtime.spans import Timeline
+
+LINGER_S = 2.0  # from the end of a process' channel to its exit
+_WHY = {
+    signal.SIGKILL: "something killed it; if nobody did, the kernel was out of memory (see `dmesg`)",
+    signal.SIGSEGV: "it touched memory that is not mapped: a use after unmap, or a fault of a library",
+    signal.SIGBUS: "the machine had no page to give it: free memory, or lower the job's budgets",
+    signal.SIGABRT: "a library gave up; its message is in the log",
+}
+
+
+def place(member: Member, timeline: Timeline) -> str:
+    """`run generate rollout mb 0, window P1 decode, iteration 3`, or that it was still starting."""
+    if member.process not in timeline.current:
+        return "while it was starting"
+    iteration, step = timeline.current[member.process]
+    return f"in step `{describe(step)}`, window {step.window}, iteration {iteration}"
+
+
+def status(member: Member, within_s: float) -> int | None:
+    """The exit status, negative for a signal; None if the process is still there after `within_s`."""
+    try:
+        return member.popen.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def died(member: Member, timeline: Timeline) -> EngineError:
+    """The error for a process that ended by itself, or at least closed its channel."""
+    code, why = status(member, LINGER_S), ""
+    if code is None:
+        how = "stopped talking and did not exit"
+    elif code < 0:
+        number = signal.Signals(-code)
+        how, why = f"was killed by {number.name}", _WHY.get(number, "")
+    else:
+        how = f"exited with status {code}"
+    what = f"{member.process} (pid {member.pid}) {how} {place(member, timeline)}"
+    hint = f"{why}; its log is {member.log}" if why else f"look at its log {member.log}"
+    return EngineError(what, where="engine process", hint=hint)
+
+
+def silent(member: Member, timeline: Timeline) -> EngineError:
+    """The error for a process that is there but says nothing."""
+    what = (
+        f"{member.process} (pid {member.pid}) has said nothing for {member.silence.limit_s:g} s "
+        f"{place(member, timeline)}: it is stopped or hung, and was killed"
+    )
+    return EngineError(what, where="engine process", hint=f"look at its log {member.log}, or raise run.silent_s")
+
+
+def failed(member: Member, timeline: Timeline, message: Failed) -> RollplexError:
+    """The error that a process reported: of its own class, with the place added; EngineError for a bug of ours."""
+    where = f"{member.process} (pid {member.pid}) {place(member, timeline)}"
+    if message.error == "bug":
+        what = f"{message.problems[0].what}"
+        return EngineError(what, where=where, hint=f"this is a bug of Rollplex: report it with {member.log}")
+    kind = getattr(errors, message.error, EngineError)
+    return kind(*(_placed(problem, where) for problem in message.problems))
+
+
+def _placed(problem: Problem, where: str) -> Problem:
+    inner = f"{problem.where}: {problem.what}" if problem.where else problem.what
+    return Problem(inner, where, problem.hint)

@@ -1,0 +1,57 @@
+"""An engine process, from its first instruction: it dies with its parent, says that it lives, then imports the rest.
+
+    python -P -m rollplex.runtime.process FD PARENT_PID
+
+Nobody outlives the controller: the kernel kills this process when the controller dies (PR_SET_PDEATHSIG), and where
+that was too late to ask, the end of the channel does (worker.py). SIGINT is the controller's to handle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+from rollplex.runtime.channel import Channel, Closed
+
+PULSE_S = 0.25
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    os.set_inheritable(fd, False)
+    channel = Channel(socket.socket(fileno=fd))
+    threading.Thread(target=_pulse, args=(channel,), name="pulse", daemon=True).start()
+    from rollplex.runtime.worker import serve  # torch: seconds
+
+    sys.exit(serve(channel))
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies; leave at once if that has happened already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _pulse(channel: Channel) -> None:
+    """Ends with the channel."""
+    while True:
+        try:
+            channel.pulse()
+        except Closed:
+            return
+        time.sleep(PULSE_S)
+
+
+if __name__ == "__main__":
+    main()

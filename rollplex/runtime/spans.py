@@ -1,0 +1,49 @@
+"""What ran when: one span for every step of every process, on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollplex.ir.steps import Step
+from rollplex.runtime.protocol import ProcessId
+
+
+@dataclass(frozen=True)
+class Span:
+    """One executed step; CLOCK_MONOTONIC nanoseconds."""
+
+    process: ProcessId
+    iteration: int
+    step: Step
+    start_ns: int
+    stop_ns: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.stop_ns - self.start_ns) / 1e9
+
+
+@dataclass
+class Timeline:
+    """All spans so far, and the step that each process is in now (or was in last)."""
+
+    programs: Mapping[ProcessId, Sequence[Step]]
+    spans: list[Span] = field(default_factory=list)
+    current: dict[ProcessId, tuple[int, Step]] = field(default_factory=dict)
+
+    def enter(self, process: ProcessId, iteration: int, index: int) -> Step:
+        """A process begins a step of its program."""
+        step = self.programs[process][index]
+        self.current[process] = (iteration, step)
+        return step
+
+    def leave(self, process: ProcessId, iteration: int, index: int, start_ns: int, stop_ns: int) -> Span:
+        """The step is done."""
+        span = Span(process, iteration, self.programs[process][index], start_ns, stop_ns)
+        self.spans.append(span)
+        return span
+
+    def of(self, iteration: int) -> list[Span]:
+        """The spans of one iteration."""
+        return [span for span in self.spans if span.iteration == iteration]

@@ -1,0 +1,44 @@
+"""All that changes while a program runs, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollplex.backends.engine import Engine, Tasks, Values
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Step
+from rollplex.runtime.link import Link
+from rollplex.runtime.protocol import ProcessId
+
+
+@dataclass
+class ProcessState:
+    """One process in one iteration; `values` are those that this process produced or received in it."""
+
+    process: ProcessId
+    program: Sequence[Step]
+    link: Link
+    tasks: Tasks
+    engine: Engine | None = None
+    iteration: int = -1
+    window: str = ""
+    values: Values = field(default_factory=dict)
+    produced: set[str] = field(default_factory=set)
+
+    @property
+    def memory(self) -> Engine:
+        """The engine, for steps that only an engine process has."""
+        assert self.engine is not None, f"{self.process} holds no objects"
+        return self.engine
+
+
+def engine_state(process: ProcessId, plan: Plan, link: Link, engine: Engine) -> ProcessState:
+    """The state of an engine process before its first iteration: what the plan says is there is produced."""
+    there = {o.name for o in plan.summary.objects if o.start == "hbm" and process.kind in (o.process, *o.readers)}
+    return ProcessState(process, plan.programs[process.kind], link, engine, engine, produced=there)
+
+
+def take(values: Mapping[str, object], names: Sequence[str]) -> Values:
+    """The named values, for a task or a signal."""
+    return {name: values[name] for name in names}

@@ -1,0 +1,104 @@
+"""The main loop of an engine process: build the engine, bind shared pages, run iterations until it is told to stop.
+
+An error ends the process: it is sent to the controller as data, and what is a bug of ours leaves its traceback in the
+process' log.
+"""
+
+from __future__ import annotations
+
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from rollplex.backends.engine import Engine
+from rollplex.ir.errors import Problem, RollplexError
+from rollplex.ir.plan import Plan, parse_plan
+from rollplex.runtime.channel import Channel, Closed
+from rollplex.runtime.crew import START_S
+from rollplex.runtime.executor import run_iteration
+from rollplex.runtime.link import ORPHANED, ChildLink
+from rollplex.runtime.protocol import (
+    Adopt,
+    Answer,
+    Ask,
+    Assign,
+    Begin,
+    Exported,
+    Failed,
+    Finished,
+    ProcessId,
+    Ready,
+    Stop,
+)
+from rollplex.runtime.state import ProcessState, engine_state
+
+
+def serve(channel: Channel) -> int:
+    """Serve one run; the exit status of the process."""
+    link = ChildLink(channel, START_S)
+    try:
+        _serve(link)
+        return 0
+    except Closed:
+        return ORPHANED
+    except RollplexError as err:
+        link.send(Failed(type(err).__name__, err.problems))
+    except Exception as err:
+        traceback.print_exc()
+        link.send(Failed("bug", (Problem(f"{type(err).__name__}: {err}"),)))
+    return 1
+
+
+def _serve(link: ChildLink) -> None:
+    assign, fds = link.command()
+    assert isinstance(assign, Assign), f"the first command is {assign}"
+    plan = parse_plan(assign.plan)
+    link.silent_after(assign.silent_s)
+    torch.set_num_threads(assign.threads)
+    torch.use_deterministic_algorithms(True)
+    engine = build_engine(plan, assign.process, fds)
+    try:
+        state = engine_state(assign.process, plan, link, engine)
+        _share(link, plan, state)
+        link.send(Ready(engine.ready()))
+        while _obey(link, state):
+            pass
+    finally:
+        engine.close()
+
+
+def build_engine(plan: Plan, process: ProcessId, fds: list[int]) -> Engine:
+    """The backend's engine for this process; `fds` are the ledgers of the device and of the host."""
+    backend = import_module(f"rollplex.backends.{plan.processes[process.kind].engine}.engine")
+    return backend.build(plan, process.kind, process.rank, fds)
+
+
+def _share(link: ChildLink, plan: Plan, state: ProcessState) -> None:
+    """Hand out the pages that others read, and take those of others: each object crosses once, in plan order."""
+    for name, pages in state.memory.export().items():
+        link.send(Exported(name), pages)
+    for _ in (o for o in plan.summary.objects if state.process.kind in o.readers):
+        adopt, fds = link.command()
+        assert isinstance(adopt, Adopt), f"expected pages, got {adopt}"
+        state.memory.adopt(adopt.object, fds)
+
+
+def _obey(link: ChildLink, state: ProcessState) -> bool:
+    """One command; False after Stop."""
+    command, _ = link.command()
+    match command:
+        case Begin(iteration):
+            run_iteration(state, iteration)
+            link.send(Finished(iteration, state.memory.finish()))
+        case Ask("save", path):
+            state.memory.save(Path(path))
+            link.send(Answer("save", {"path": path}))
+        case Ask("digests"):
+            link.send(Answer("digests", state.memory.digests()))
+        case Stop():
+            return False
+        case _:
+            raise AssertionError(f"not a command: {command}")
+    return True
