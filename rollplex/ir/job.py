@@ -16,12 +16,14 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rollplex.ir.errors import JobError
 from rollplex.ir.hardware import Gpu, load_gpu
+from rollplex.ir.job_checks import job_notes
 from rollplex.ir.job_schema import (
     Ablation,
     Cluster,
     Layout,
     ModelChoice,
     Optimizer,
+    Plain,
     Role,
     RunOptions,
     Schedule,
@@ -32,8 +34,8 @@ from rollplex.ir.job_schema import (
     Workload,
     _distinct,
 )
-from rollplex.ir.models import ModelSpec, load_model, spec_from_config
-from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes, pretty
+from rollplex.ir.models import ModelSpec, config_file, load_model, model_label, spec_from_config
+from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 KV_BLOCK_TOKENS = 16
@@ -54,7 +56,7 @@ class Job(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="the update")
     sharing: Sharing = Field(default_factory=Sharing, description="how prefix work and decode share a GPU")
     solver: Solver = Field(default_factory=Solver, description="limits of the solver passes")
-    algorithm: dict[str, bool | int | float | str | None] = Field(
+    algorithm: dict[str, Plain] = Field(
         default_factory=dict, description="values for the algorithm's keyword parameters (clip, kl, ..)"
     )
     run: RunOptions = Field(default_factory=RunOptions, description="what `rollplex run` needs")
@@ -71,8 +73,11 @@ class Job(Section):
     @cached_property
     def spec(self) -> ModelSpec:
         """The model's dimensions; host engines keep the vocabulary as it is, the others pad it to 64."""
-        config = self.model.config
-        spec = load_model(self.model.name) if config is None else spec_from_config(config, Path(self.model.name).stem)
+        config, path = self.model.config, Path(self.model.name)
+        if config is None:
+            spec = load_model(self.model.name)
+        else:
+            spec = spec_from_config(config, model_label(path), config_file(path) if path.exists() else "model.config")
         return replace(spec, vocab_multiple=1) if self.on_host else spec
 
     @cached_property
@@ -188,6 +193,10 @@ class Job(Section):
 
     # ---- printing
 
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about a job that is in order."""
+        return job_notes(self)
+
     def describe(self) -> str:
         """The job in three aligned lines: model and cluster, roles, work and schedule."""
         reference = [f"{name} {_engine(self.trainer(name))}" for name in self.roles if name != self.policy]
@@ -203,13 +212,13 @@ class Job(Section):
             ),
             ("work", self._work(), "schedule", self._schedule()),
         )
-        return "\n".join(f"{a:<10} {b:<48} {c} {d}".rstrip() for a, b, c, d in rows)
+        return "\n".join(f"{a:<10} {b:<48} {c:<9} {d}".rstrip() for a, b, c, d in rows)
 
     def _cluster(self) -> str:
         c = self.cluster
         host = f"{c.host_memory_gb / 1000:g} TB" if c.host_memory_gb >= 1000 else f"{c.host_memory_gb:g} GB"
         nodes = f"{c.nodes} node{'s' if c.nodes > 1 else ''}"
-        return f"{nodes} x {c.gpus_per_node} {self.device.name} ({pretty(self.capacity_bytes)}), {host} host"
+        return f"{nodes} x {c.gpus_per_node} {self.device.name}, {host} host"
 
     def _work(self) -> str:
         w = self.workload

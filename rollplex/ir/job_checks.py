@@ -47,6 +47,18 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
+def job_notes(job: Job) -> tuple[str, ...]:
+    """What is legal but worth knowing: repeated KV heads, a capacity that no log confirms."""
+    notes = []
+    for path, section in _sections(job):
+        if section.tensor_parallel > job.spec.kv_heads:
+            times = section.tensor_parallel // job.spec.kv_heads
+            notes.append(f"{'.'.join(map(str, path))}: each of the {job.spec.kv_heads} KV heads is held {times} times")
+    if job.cluster.capacity_gib is None and job.device.logged_usable_gib is None:
+        notes.append(f"{job.device.name}: usable memory {job.device.usable_gib:.1f} GiB is {job.device.usable_source}")
+    return tuple(notes)
+
+
 # ---- names
 
 
@@ -88,6 +100,8 @@ def _sections(job: Job) -> Iterator[tuple[KeyPath, Parallel]]:
 def _roles(job: Job) -> Iterator[Finding]:
     for name, role in job.roles.items():
         here: KeyPath = ("roles", name)
+        if not name.isidentifier():
+            yield Finding(here, f"`{name}` cannot be the name of an algorithm's parameter")
         if not role.train and not role.score:
             hint = "train for the role that learns, score for a frozen one"
             yield Finding(here, f"role `{name}` has neither `train` nor `score`", hint)

@@ -18,8 +18,8 @@ from pydantic_core import ErrorDetails
 from rollplex.ir.errors import JobError, Problem
 from rollplex.ir.job import Job
 from rollplex.ir.job_checks import Finding, check_job
-from rollplex.ir.job_keys import explain, locate
-from rollplex.ir.models import config_file, model_names, read_config
+from rollplex.ir.job_keys import explain, locate, nearest
+from rollplex.ir.models import config_file, read_config, registry_name
 from rollplex.ir.yamlsource import KeyPath, YamlSource, parse_value, read_yaml
 
 
@@ -50,8 +50,8 @@ def read_job(path: Path, overrides: tuple[str, ...]) -> Job:
     job, wrong = _validate(data)
     problems += [_problem(error, where) for error in wrong]
     if job is not None:
-        repaired = [locate(Job, error["loc"])[0] for error in wrong]
-        problems += [f.problem(where(f.path)) for f in check_job(job) if not _doubtful(f, repaired)]
+        suspects = [_suspect(error, data) for error in wrong]
+        problems += [f.problem(where(f.path)) for f in check_job(job) if not _doubtful(f, suspects)]
     if problems or job is None:
         raise JobError(*dict.fromkeys(problems))
     return job
@@ -68,7 +68,8 @@ class _Locator:
 
     def __call__(self, path: KeyPath) -> str:
         for override in reversed(self.overrides):
-            if tuple(path[: len(override.path)]) == override.path:
+            made_by_it = override.path[: len(path)] == path and path not in self.source.lines
+            if path[: len(override.path)] == override.path or (path and made_by_it):
                 return f"--set {override.text}"
         return self.source.where(path)
 
@@ -93,7 +94,7 @@ def _apply(data: dict[str, Any], text: str) -> Override:
         if not isinstance(inner, dict):
             raise ValueError(f"`{'.'.join(path[: depth + 1])}` holds {inner!r}, not a section")
         section = inner
-    section[path[-1]] = value
+    section[path[len(path) - 1]] = value
     return Override(text, path, value)
 
 
@@ -125,7 +126,7 @@ def _embed_config(data: dict[str, Any], base: Path) -> None:
     if not isinstance(model, dict):
         return
     name = model.get("name")
-    if not isinstance(name, str) or name.lower() in {known.lower() for known in model_names()}:
+    if not isinstance(name, str) or registry_name(name):
         return
     path = _resolve(base, name)
     if name and path.exists() and model.get("config") is None:
@@ -162,10 +163,25 @@ def _remove(data: Any, path: KeyPath) -> None:
         data.pop(key, None)
 
 
-def _doubtful(finding: Finding, repaired: list[KeyPath]) -> bool:
-    """Whether a finding rests on a value that is only a default, in place of a key that was wrong or misspelt."""
-    # The section of a misspelt key is suspect as a whole: `tensor_paralel: 8` leaves tensor_parallel at its default.
-    suspects = {path[:-1] if len(path) > 1 else path for path in repaired}
+def _suspect(error: ErrorDetails, data: dict[str, Any]) -> KeyPath:
+    """The key whose value cannot be trusted after an error: the key itself, or the one it was a misspelling of."""
+    path, parent = locate(Job, error["loc"])
+    if error["type"] == "extra_forbidden" and parent is not None:
+        meant = nearest(str(path[-1]), [key for key in parent.model_fields if not _has(data, (*path[:-1], key))])
+        return (*path[:-1], meant) if meant else path
+    return path
+
+
+def _has(data: Any, path: KeyPath) -> bool:
+    for part in path:
+        if not isinstance(data, dict) or part not in data:
+            return False
+        data = data[part]
+    return True
+
+
+def _doubtful(finding: Finding, suspects: list[KeyPath]) -> bool:
+    """Whether a finding rests on a default that stands in for a key the user got wrong."""
     return any(_related(used, suspect) for used in (finding.path, *finding.uses) for suspect in suspects)
 
 

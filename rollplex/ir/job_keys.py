@@ -74,16 +74,12 @@ def explain(error: ErrorDetails, path: KeyPath, parent: type[BaseModel] | None) 
     """What is wrong with the key, and what to try."""
     key, kind, value, context = path[-1] if path else "job", error["type"], _short(error["input"]), error.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key `{key}`", _near(str(key), list(parent.model_fields) if parent else [])
+        keys = list(parent.model_fields) if parent else []
+        return f"unknown key `{key}`", nearest(str(key), keys) or "keys here: " + ", ".join(keys)
     if kind == "missing":
-        field = parent.model_fields.get(str(key)) if parent else None
-        return f"`{key}` is missing", field.description or "" if field else ""
+        return _missing(error, path, parent)
     if kind == "literal_error":
-        options = context["expected"].replace("'", "").replace(" or ", ", ")
-        later = " comes later;" if error["input"] in _LATER else ";"
-        return f"`{key}` is {value}{later} expected one of {options}", _near(
-            str(error["input"]), options.split(", "), ""
-        )
+        return _not_among(str(key), str(error["input"]), context["expected"])
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
         return f"`{key}` is {value}; must be {words} {context[bound]:g}", ""
@@ -95,13 +91,27 @@ def explain(error: ErrorDetails, path: KeyPath, parent: type[BaseModel] | None) 
     return f"`{key}` is {value}; " + (f"expected {expected}" if expected else error["msg"].lower()), ""
 
 
+def _missing(error: ErrorDetails, path: KeyPath, parent: type[BaseModel] | None) -> tuple[str, str]:
+    key = str(path[-1])
+    if len(error["loc"]) > len(path):
+        return f"`{key}` has too few values: {_short(error['input'])}", ""
+    assert parent is not None
+    return f"`{key}` is missing", parent.model_fields[key].description or ""
+
+
+def _not_among(key: str, value: str, expected: str) -> tuple[str, str]:
+    options = expected.replace("'", "").replace(" or ", ", ")
+    later = "comes later; expected" if value in _LATER else "is not known; expected"
+    return f"`{key}`: `{value}` {later} one of {options}", nearest(value, options.split(", "))
+
+
 def _short(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _near(word: str, options: list[str], otherwise: str | None = None) -> str:
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    if close:
-        return close[0]
-    return "keys here: " + ", ".join(options) if otherwise is None and options else otherwise or ""
+def nearest(word: str, options: list[str]) -> str:
+    """The option that the word was probably meant to be, or nothing."""
+    return next(iter(difflib.get_close_matches(word, options, n=1, cutoff=0.6)), "")

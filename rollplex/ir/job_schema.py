@@ -14,7 +14,7 @@ Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "wei
 Part = Literal["vision", "language"]
 
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -31,6 +31,15 @@ def _auto_or_count(value: Any) -> Any:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise ValueError(f"is {value!r}; expected auto or a whole number of at least 1")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"is {value!r}; expected a number, a text, true, false or null")
+
+
+Plain = Annotated[bool | int | float | str | None, BeforeValidator(_plain)]
 
 
 class Section(BaseModel):
@@ -141,11 +150,11 @@ class Workload(Section):
 
     prompts: Count = Field(description="prompts of one step, over all GPUs")
     group: Count = Field(default=8, description="responses sampled for each prompt")
-    prompt_tokens: int = Field(ge=2, description="most tokens of a prompt, visual tokens included")
+    prompt_tokens: int = Field(ge=2, le=10**9, description="most tokens of a prompt, visual tokens included")
     response_tokens: Count = Field(description="most tokens of a response")
     prompt_median: Count | None = Field(default=None, description="median tokens of a prompt, for predicted times")
     response_median: Count | None = Field(default=None, description="median tokens of a response, for predicted times")
-    frames: int = Field(default=0, ge=0, description="frames sampled from a video; 0 for text")
+    frames: int = Field(default=0, ge=0, le=10**6, description="frames sampled from a video; 0 for text")
     max_pixels: Count | None = Field(
         default=None, description="most pixels of one frame; null leaves it to prompt_tokens"
     )

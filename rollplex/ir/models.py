@@ -20,24 +20,39 @@ __all__ = ["ModelSpec", "MoeSpec", "Part", "Tensor", "VisionSpec", "load_model",
 
 FAMILIES: tuple[str, ...] = get_args(Family)
 _VISION_FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
+_MOST = 10_000  # layers or heads: beyond it a config is a slip, and enumerating its tensors would take for ever
 _REGISTRY = resources.files("rollplex.ir") / "registry"
 
 
+@lru_cache(maxsize=1)
 def model_names() -> tuple[str, ...]:
     """Names in the built-in registry."""
     return tuple(sorted(p.name.removesuffix(".json") for p in _REGISTRY.iterdir() if p.name.endswith(".json")))
 
 
-@lru_cache(maxsize=64)
+def registry_name(name: str) -> str | None:
+    """The registry's spelling of a name in any case; None when it is not there."""
+    return {known.lower(): known for known in model_names()}.get(name.lower())
+
+
 def load_model(name_or_path: str) -> ModelSpec:
     """The model of this registry name (any case), Hugging Face directory, or config.json file."""
-    known = {name.lower(): name for name in model_names()}
-    if name := known.get(name_or_path.lower()):
-        return spec_from_config(json.loads((_REGISTRY / f"{name}.json").read_text("utf-8")), name)
+    if name := registry_name(name_or_path):
+        return _from_registry(name)
     path = Path(name_or_path).expanduser()
     if path.exists():
-        return spec_from_config(read_config(path), path.parent.name if path.is_file() else path.name, config_file(path))
-    raise JobError(Problem(f"no model `{name_or_path}`: neither in the registry nor a path", hint=_near(name_or_path)))
+        return spec_from_config(read_config(path), model_label(path), config_file(path))
+    raise JobError(f"no model `{name_or_path}`: neither in the registry nor a path", hint=_near(name_or_path))
+
+
+@lru_cache(maxsize=64)
+def _from_registry(name: str) -> ModelSpec:
+    return spec_from_config(json.loads((_REGISTRY / f"{name}.json").read_text("utf-8")), name)
+
+
+def model_label(path: Path) -> str:
+    """What to call the model at a path: its directory's name."""
+    return path.parent.name if path.suffix == ".json" else path.name
 
 
 def _near(name: str) -> str:
@@ -75,21 +90,21 @@ class _Fields:
     def __init__(self, config: Mapping[str, Any], problems: list[Problem], where: str, section: str = "") -> None:
         self.config, self.problems, self.where, self.section = config, problems, where, section
 
-    def _wrong(self, key: str, what: str) -> None:
+    def wrong(self, key: str, what: str) -> None:
         self.problems.append(Problem(f"field `{self.section}{key}` {what}", self.where))
 
-    def count(self, *keys: str, default: int | None = None, least: int = 1) -> int:
+    def count(self, *keys: str, default: int | None = None, most: int = 10**9) -> int:
         """A whole number under the first of these keys that is there; 1 stands in for a wrong one."""
         for key in keys:
             value = self.config.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                self._wrong(key, f"is {value!r}; expected a whole number of at least {least}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                self.wrong(key, f"is {value!r}; expected a whole number from 1 to {most}")
                 return 1
             return value
         if default is None:
-            self._wrong(keys[0], "is missing")
+            self.wrong(keys[0], "is missing")
             return 1
         return default
 
@@ -98,7 +113,7 @@ class _Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            self._wrong(key, f"is {value!r}; expected true or false")
+            self.wrong(key, f"is {value!r}; expected true or false")
         return bool(value)
 
     def indices(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -106,18 +121,18 @@ class _Fields:
         if value is None:
             return default
         if not isinstance(value, list) or not all(isinstance(i, int) and i >= 0 for i in value):
-            self._wrong(key, f"is {value!r}; expected a list of layer numbers")
+            self.wrong(key, f"is {value!r}; expected a list of layer numbers")
             return ()
         return tuple(value)
 
     def unsupported(self, key: str) -> None:
         if self.flag(key):
-            self._wrong(key, "is true, which is not supported")
+            self.wrong(key, "is true, which is not supported")
 
     def child(self, key: str) -> _Fields:
         value = self.config.get(key)
         if value is not None and not isinstance(value, dict):
-            self._wrong(key, f"is {value!r}; expected an object")
+            self.wrong(key, f"is {value!r}; expected an object")
             value = None
         return _Fields(value or {}, self.problems, self.where, f"{self.section}{key}.")
 
@@ -138,14 +153,16 @@ def spec_from_config(config: Mapping[str, Any], name: str, where: object = "") -
 
 def _spec(top: _Fields, family: Family, name: str) -> ModelSpec:
     text = top.child("text_config") if "text_config" in top.config else top
-    hidden, heads = text.count("hidden_size"), text.count("num_attention_heads")
+    hidden, heads = text.count("hidden_size"), text.count("num_attention_heads", most=_MOST)
     kv_heads = text.count("num_key_value_heads", default=heads)
     head_dim = text.count("head_dim", default=hidden // heads or 1)
     if heads % kv_heads:
-        text._wrong("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} attention heads")
+        text.wrong("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} attention heads")
     text.unsupported("attention_bias")
     text.unsupported("mlp_bias")
-    layers = text.count("num_hidden_layers")
+    if top.config.get("quantization_config") is not None:
+        top.wrong("quantization_config", "is there; quantised weights are not supported")
+    layers = text.count("num_hidden_layers", most=_MOST)
     return ModelSpec(
         name=name,
         family=family,
@@ -177,18 +194,18 @@ def _moe(text: _Fields, layers: int) -> MoeSpec:
 
 def _vision(top: _Fields, family: str, text_hidden: int) -> VisionSpec:
     if "vision_config" not in top.config:
-        top._wrong("vision_config", "is missing")
+        top.wrong("vision_config", "is missing")
         return VisionSpec(1, 1, 1, 1, 1, 1, 1, None, (), 1, positions=1)
     fields = top.child("vision_config")
     # Qwen2-VL calls the tower's width embed_dim, and its hidden_size is the language model's.
     hidden = fields.count("embed_dim" if family == "qwen2_vl" else "hidden_size")
     out_hidden = fields.count("hidden_size" if family == "qwen2_vl" else "out_hidden_size")
     if out_hidden != text_hidden:
-        fields._wrong("out_hidden_size", f"is {out_hidden}, but the language model's hidden_size is {text_hidden}")
+        fields.wrong("out_hidden_size", f"is {out_hidden}, but the language model's hidden_size is {text_hidden}")
     three = family.startswith("qwen3")
     return VisionSpec(
         hidden=hidden,
-        depth=fields.count("depth"),
+        depth=fields.count("depth", most=_MOST),
         heads=fields.count("num_heads"),
         ffn=_vision_ffn(fields, family, hidden),
         patch=fields.count("patch_size", default=16 if three else 14),

@@ -105,10 +105,19 @@ class _Reader:
             return dict(self._items(node, path))
         if isinstance(node, yaml.SequenceNode):
             return [self.build(child, (*path, i)) for i, child in enumerate(node.value)]
+        return self._scalar(node)
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind == "timestamp":
+            return node.value  # a date is a text here
+        if kind not in ("null", "bool", "int", "float", "str"):
+            raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag} is not read here", node.start_mark)
         try:
             return self._scalars.construct_object(node)
-        except (ValueError, OverflowError) as error:
-            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+        except (ValueError, LookupError):  # a tag that the text does not fit, a number beyond all bounds
+            what = f"{node.value[:40]!r} is not of type {kind}"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
 
     def _items(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, Any]]:
         for key_node, value_node in node.value:
