@@ -138,7 +138,7 @@ class SavedPool:
         return flat.as_strided(handle.shape, handle.stride)
 
     def _full(self, nbytes: int) -> OutOfMemory:
-        free = self.slot.nbytes - self.used_bytes
+        free = max(self.slot.nbytes - round_up(self.used_bytes, ALIGN_BYTES), 0)
         what = (
             f"a saved tensor of {amount(nbytes)} ({nbytes} bytes) does not fit: {amount(self.used_bytes)} of "
             f"{amount(self.slot.nbytes)} are used, {free} bytes are free"
