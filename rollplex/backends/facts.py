@@ -1,0 +1,104 @@
+"""What the compiler must know of an engine: how it orders fused weights, and what its work needs in memory.
+
+A backend is found by its name: `rollplex.backends.<name>.facts` holds `FACTS`, or an entry point of the group
+`rollplex.backends` does. Facts are arithmetic on a model's shape; no engine is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from rollplex.ir.errors import JobError
+from rollplex.ir.models import ModelSpec
+
+
+@dataclass(frozen=True)
+class Work:
+    """One role's work on one prompt group, as a rank of a tensor-parallel group sees it."""
+
+    spec: ModelSpec
+    tp: int
+    itemsize: int
+    sequence_parallel: bool
+    recompute: bool
+    prompt_tokens: int
+    patches: int
+    responses: int
+    response_tokens: int
+    vision_grad: bool = False
+
+    @property
+    def suffix_tokens(self) -> int:
+        """Response tokens of the whole group."""
+        return self.responses * self.response_tokens
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [start, stop) of one logical weight, in the order an engine stores them."""
+
+    part: str
+    start: int
+    stop: int
+
+
+class EngineFacts(Protocol):
+    """What passes ask of an engine. Bytes are per GPU."""
+
+    name: str
+    trains: bool
+    rolls_out: bool
+    runs: bool
+    """Whether `rollplex run` can execute on it."""
+    transposed: bool
+    """Row-parallel weights may be stored [I, O] and read through a transposed view."""
+    split_views: frozenset[str]
+    """Fused weights that the engine can hold as one view a part (`gate_up`)."""
+
+    def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
+        """The blocks of the fused weight `qkv` or `gate_up` on one rank, in storage order."""
+        ...
+
+    def prefix_saved_bytes(self, work: Work) -> int:
+        """Autograd state of one attached prefix, kept from its forward until its backward."""
+        ...
+
+    def prefix_workspace_bytes(self, work: Work, attached: bool) -> int:
+        """Temporaries of one prefix forward."""
+        ...
+
+    def score_workspace_bytes(self, work: Work) -> int:
+        """Temporaries of one suffix forward without gradients."""
+        ...
+
+    def train_activation_bytes(self, work: Work) -> int:
+        """Suffix forward and backward of `work.responses` responses, or one prefix backward: the larger."""
+        ...
+
+    def full_activation_bytes(self, work: Work) -> int:
+        """Activations of prompt and response together, nothing recomputed: paper Table 1."""
+        ...
+
+
+def rank_range(rows: int, tp: int, rank: int) -> tuple[int, int]:
+    """The even split of `rows` over `tp` ranks; ranks beyond the rows share one (replicated KV heads)."""
+    if rows % tp:
+        rank, tp = rank * rows // tp, rows
+    return rank * rows // tp, (rank + 1) * rows // tp
+
+
+def load_facts(name: str) -> EngineFacts:
+    """The facts of the backend of this name; JobError lists the known names."""
+    module = f"rollplex.backends.{name}.facts"
+    if name.isidentifier() and importlib.util.find_spec(f"rollplex.backends.{name}") is not None:
+        return importlib.import_module(module).FACTS
+    known: Mapping[str, object] = {e.name: e for e in entry_points(group="rollplex.backends")}
+    if name in known:
+        return entry_points(group="rollplex.backends")[name].load()
+    names = ", ".join(sorted({"host", "megatron", "vllm", *known}))
+    raise JobError(f"no backend named {name!r}", hint=f"use one of {names}, or install a package that provides it")

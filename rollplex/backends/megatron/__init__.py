@@ -1,0 +1,1 @@
+"""Megatron-Core as trainer and scorer."""

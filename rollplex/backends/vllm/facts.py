@@ -1,0 +1,40 @@
+"""Weight order of vLLM: stacked parts on every rank; its memory is a setting of the job (KV cache and runtime)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollplex.backends.facts import Block, Work
+from rollplex.backends.ordering import stacked
+from rollplex.ir.models import ModelSpec
+
+
+@dataclass(frozen=True)
+class VllmFacts:
+    """vLLM 0.20 and later, unquantised weights, stock row order."""
+
+    name: str = "vllm"
+    trains: bool = False
+    rolls_out: bool = True
+    runs: bool = False
+    transposed: bool = True
+    split_views: frozenset[str] = frozenset()
+
+    def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
+        """`[Q_R; K_R; V_R]` and `[gate_R; up_R]`."""
+        return stacked(spec, fused, tp, rank)
+
+    def prefix_saved_bytes(self, work: Work) -> int:
+        """vLLM does not train."""
+        raise AssertionError("vllm does not train")
+
+    def prefix_workspace_bytes(self, work: Work, attached: bool) -> int:
+        """vLLM does not train."""
+        raise AssertionError("vllm does not train")
+
+    score_workspace_bytes = prefix_saved_bytes
+    train_activation_bytes = prefix_saved_bytes
+    full_activation_bytes = prefix_saved_bytes
+
+
+FACTS = VllmFacts()

@@ -1,0 +1,205 @@
+"""Put the facts of a compiled module together as a plan: what `--plan-only` prints and a run executes."""
+
+from __future__ import annotations
+
+from rollplex.backends.facts import load_facts
+from rollplex.ir.job import Job
+from rollplex.ir.module import Module
+from rollplex.ir.plan import (
+    Infeasible,
+    ObjectBytes,
+    Plan,
+    PlannedObject,
+    ProcessKind,
+    Remedy,
+    Residency as Place,
+    Summary,
+    WindowSummary,
+)
+from rollplex.passes.chunk_sizes import Chunks
+from rollplex.passes.estimate import Estimate
+from rollplex.passes.layout import Layout
+from rollplex.passes.lower import Programs
+from rollplex.passes.records import graph_records, host_names
+from rollplex.passes.residency import Residency
+from rollplex.passes.schedule import Schedule
+from rollplex.passes.share_policy import SharePolicy
+from rollplex.passes.state import START, Lifetimes, StateObject
+from rollplex.passes.work import patches
+
+
+def build_plan(module: Module) -> Plan:
+    """The plan of a module that went through all passes."""
+    summary = summarise(module)
+    infeasible = explain(summary)
+    return Plan(
+        feasible=infeasible is None,
+        schedule=module[Schedule].kind,
+        algorithm=f"{module.algorithm.loc.file}:{module.algorithm.name}",
+        job=module.job.model_dump(mode="json"),
+        graph=graph_records(module),
+        hosts=host_names(module),
+        not_executable=not_executable(module.job),
+        summary=summary,
+        infeasible=infeasible,
+        processes=processes(module.job),
+        programs=module[Programs].steps,
+    )
+
+
+def processes(job: Job) -> dict[str, ProcessKind]:
+    """The kinds of processes: one controller, a training and a rollout rank for every GPU."""
+    rollout = job.roles[job.policy].rollout
+    assert rollout is not None
+    trainer = job.trainer(job.policy)
+    dp = job.data_parallel(job.policy)
+    return {
+        "controller": ProcessKind(engine="controller", ranks=1),
+        "train": ProcessKind(
+            engine=trainer.engine, ranks=job.gpus, tensor_parallel=trainer.tensor_parallel, data_parallel=dp
+        ),
+        "rollout": ProcessKind(
+            engine=rollout.engine, ranks=job.gpus, tensor_parallel=rollout.tensor_parallel, data_parallel=job.engines
+        ),
+    }
+
+
+def not_executable(job: Job) -> tuple[str, ...]:
+    """What no backend can execute yet: the plan is for reading."""
+    engines = {job.trainer(name).engine for name in job.roles}
+    engines |= {r.rollout.engine for r in job.roles.values() if r.rollout}
+    found = [f"engine {e}" for e in sorted(engines) if not load_facts(e).runs]
+    if job.gpus > 1:
+        found.append(f"{job.gpus} GPUs: the host backend runs one training and one rollout rank")
+    if job.schedule == "naive" or job.ablate:
+        found.append(f"schedule {job.schedule}" + (f" without {', '.join(job.ablate)}" if job.ablate else ""))
+    return tuple(found)
+
+
+# ---- summary
+
+
+def summarise(module: Module) -> Summary:
+    """Objects, windows, peaks and the results of the solved passes."""
+    objects = planned_objects(module)
+    windows = window_summaries(module, objects)
+    peak = max(windows, key=lambda w: w.hbm_bytes)
+    job, residency, layout, chunks = module.job, module[Residency], module[Layout], module[Chunks]
+    return Summary(
+        capacity_bytes=job.capacity_bytes,
+        host_capacity_bytes=host_share(job),
+        peak_hbm_bytes=peak.hbm_bytes,
+        peak_window=peak.name,
+        peak_host_bytes=max(w.host_bytes for w in windows),
+        objects=tuple(objects),
+        windows=tuple(windows),
+        layout=layout.summary,
+        chunks=chunks.summary,
+        times=module[Estimate].times,
+        policy=module[SharePolicy].policy,
+        solvers=(*layout.solvers, *residency.solvers, *chunks.solvers),
+        warnings=tuple(warnings(module)),
+    )
+
+
+def host_share(job: Job) -> int:
+    """One GPU's share of the pinned pool of its node."""
+    return job.host_pool_bytes // job.cluster.gpus_per_node
+
+
+def size_of(module: Module, o: StateObject) -> int:
+    """Bytes of an object, as chunk-sizes decided where it is a workspace."""
+    return module[Chunks].nbytes.get(o.name, o.nbytes)
+
+
+def planned_objects(module: Module) -> list[PlannedObject]:
+    """The state contract as plan lines."""
+    names = module[Schedule].names()
+    return [_planned(module, o, names) for o in module[Lifetimes].objects]
+
+
+def _planned(module: Module, o: StateObject, names: tuple[str, ...]) -> PlannedObject:
+    places = module[Residency].places[o.name]
+    cyclic = o.always or o.produced == START
+    return PlannedObject(
+        name=o.name,
+        title=o.title,
+        class_=o.class_,
+        role=o.role,
+        process=o.process,
+        readers=o.readers,
+        bytes=size_of(module, o),
+        slots=o.slots,
+        attached=o.attached,
+        host_backed=o.host_backed,
+        recomputable=o.recomputable,
+        start=places[names[-1]] if cyclic else "-",
+        produced=START if cyclic else o.produced,
+        consumed=tuple(w for w in names if w in o.uses),
+        residency={w: places.get(w, "-") for w in names},
+        why=o.why,
+    )
+
+
+def window_summaries(module: Module, objects: list[PlannedObject]) -> list[WindowSummary]:
+    """What a GPU holds in every window."""
+    seconds = module[Estimate].window_s
+    return [_window(w.name, w.phase, seconds[w.name], objects) for w in module[Schedule].windows]
+
+
+def _window(name: str, phase: str, seconds: float, objects: list[PlannedObject]) -> WindowSummary:
+    def at(place: Place) -> list[PlannedObject]:
+        return [o for o in objects if o.residency[name] == place]
+
+    held = {o.name: o.bytes for o in at("hbm")}
+    host = sum(o.bytes for o in objects if o.host_backed or o.residency[name] == "host")
+    return WindowSummary(
+        name=name, phase=phase, seconds=round(seconds, 6), hbm_bytes=sum(held.values()), host_bytes=host, by_object=held
+    )  # type: ignore[arg-type]
+
+
+def warnings(module: Module) -> list[str]:
+    """What a reader should know before trusting the plan."""
+    job, found = module.job, []
+    times = module[Estimate].times
+    if times.interference_s > times.prefix_s > 0:
+        found.append("the prefixes are shorter than the decode slowdown they cause: schedule=serial may be faster")
+    for o in module[Lifetimes].objects:
+        fetches = _fetches(module, o)
+        if o.host_backed and fetches:
+            found.append(f"{o.title} ({o.nbytes / 2**30:.1f} GiB) return to HBM {fetches}x a step")
+    if job.spec.vision and job.workload.max_pixels is None and job.workload.frames:
+        found.append(f"no workload.max_pixels: every prompt token may be visual, {patches(job)} patches a prompt")
+    if job.workload.response_median is None:
+        found.append("no workload.response_median: decode is predicted for responses that all fill their budget")
+    return found
+
+
+def _fetches(module: Module, o: StateObject) -> int:
+    names = module[Schedule].names()
+    places = [module[Residency].place(o.name, w) for w in names]
+    return sum(places[i] == "hbm" and places[i - 1] == "host" for i in range(len(names)))
+
+
+# ---- infeasible
+
+
+def explain(summary: Summary, remedies: tuple[Remedy, ...] = ()) -> Infeasible | None:
+    """The first window over a capacity, and what is live in it by size; None when everything fits."""
+    for w in summary.windows:
+        if w.hbm_bytes > summary.capacity_bytes:
+            live = sorted(w.by_object.items(), key=lambda item: (-item[1], item[0]))
+            return _infeasible(w.name, "hbm", w.hbm_bytes - summary.capacity_bytes, live, remedies)
+    for w in summary.windows:
+        if w.host_bytes > summary.host_capacity_bytes:
+            held = [(o.name, o.bytes) for o in summary.objects if o.host_backed or o.residency[w.name] == "host"]
+            live = sorted(held, key=lambda item: (-item[1], item[0]))
+            return _infeasible(w.name, "host", w.host_bytes - summary.host_capacity_bytes, live, remedies)
+    return None
+
+
+def _infeasible(
+    window: str, resource: str, shortfall: int, live: list[tuple[str, int]], remedies: tuple[Remedy, ...]
+) -> Infeasible:
+    objects = tuple(ObjectBytes(name=n, bytes=b) for n, b in live)
+    return Infeasible(window=window, resource=resource, shortfall_bytes=shortfall, objects=objects, remedies=remedies)  # type: ignore[arg-type]

@@ -1,0 +1,127 @@
+"""Predicted seconds of the work in one iteration: a roofline over the job's model and GPU, with stated efficiencies.
+
+It says which side of an overlap is longer and what a transfer costs; it does not promise seconds. The constants below
+are assumptions read off public figures and one H200; a calibrated surface replaces them when a job has one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+from rollplex.backends.facts import Work
+from rollplex.ir.job import Job
+from rollplex.ir.models import ModelSpec
+
+COMPUTE_EFFICIENCY = 0.45
+"""Share of the dense peak that prefill and training reach."""
+BANDWIDTH_EFFICIENCY = 0.75
+NVLINK_SHARE = 0.4
+DECODE_LAYER_OVERHEAD_S = 60e-6
+"""Launches and latencies of one layer of one decode step (4.3 ms a step for 36 layers at batch 4 on an H200)."""
+ALL_REDUCE_S = 8e-6
+INTERFERENCE_SHARE = 0.021
+"""Decode slowdown under MPS default, as a share of decode (paper section 4.6, PerceptionTest)."""
+STEP_BINS = 32
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds for the pieces of one iteration on one GPU of the job."""
+
+    job: Job
+
+    @cached_property
+    def flops_per_s(self) -> float:
+        """Achievable FLOP/s of one GPU."""
+        return self.job.device.tflops_bf16 * 1e12 * COMPUTE_EFFICIENCY
+
+    @cached_property
+    def hbm_bytes_per_s(self) -> float:
+        """Achievable HBM bytes a second of one GPU."""
+        return self.job.device.bandwidth_tb_s * 1e12 * BANDWIDTH_EFFICIENCY
+
+    def link_s(self, nbytes: float) -> float:
+        """Moving bytes between HBM and the pinned pool, one way."""
+        return nbytes / (self.job.device.host_link_gb_s * 1e9)
+
+    def exchange_s(self, nbytes: float) -> float:
+        """Receiving bytes from GPUs of the same node."""
+        return nbytes / (self.job.device.nvlink_gb_s * 1e9 * NVLINK_SHARE)
+
+    def prefix_s(self, work: Work, prompts: int) -> float:
+        """Vision tower and prefill of `prompts` prompts on one rank of the group."""
+        language = forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / work.tp
+        return prompts * (language + vision_flops(work.spec, work.patches)) / self.flops_per_s
+
+    def suffix_s(self, work: Work, prompts: int) -> float:
+        """One forward over all responses of `prompts` prompts."""
+        context = work.prompt_tokens + work.response_tokens / 2
+        return prompts * forward_flops(work.spec, self._mean_tokens(work), context) / work.tp / self.flops_per_s
+
+    def train_s(self, work: Work, prompts: int) -> float:
+        """Suffix forward and backward, then prefix backward; layer recomputation adds a forward to each."""
+        suffix = self.suffix_s(work, prompts) * (4 if work.recompute else 3)
+        language = prompts * forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / work.tp
+        prefix = (3 if work.recompute else 2) * language / self.flops_per_s
+        tower = prompts * vision_flops(work.spec, work.patches) * (3 if work.vision_grad else 0) / self.flops_per_s
+        return suffix + prefix + tower
+
+    def adam_s(self, parameters: int) -> float:
+        """Adam on resident state: read and write master, moments, gradient and snapshot once."""
+        return parameters * 30 / self.hbm_bytes_per_s
+
+    def _mean_tokens(self, work: Work) -> float:
+        return work.responses * mean_length(self.job.workload.response_median, work.response_tokens, self.job.group)
+
+    def decode_s(self, weight_bytes: float, tp: int, prompts: int) -> float:
+        """Standalone decode of one engine with `prompts` prompts of `group` responses, the live batch shrinking."""
+        work, batch = self.job.workload, prompts * self.job.group
+        longest, median = work.response_tokens, work.response_median
+        width = longest / STEP_BINS
+        steps = ((i + 0.5) * width for i in range(STEP_BINS))
+        return sum(
+            width * self._decode_step_s(weight_bytes, tp, batch * alive(step, median, longest, batch), step)
+            for step in steps
+        )
+
+    def _decode_step_s(self, weight_bytes: float, tp: int, live: float, step: float) -> float:
+        spec, work = self.job.spec, self.job.workload
+        prompt = work.prompt_median or work.prompt_tokens
+        kv = live * (prompt + step) * spec.kv_bytes_per_token(tp, self.job.itemsize)
+        reduce = 2 * spec.layers * ALL_REDUCE_S * math.log2(tp) if tp > 1 else 0.0
+        return (weight_bytes + kv) / self.hbm_bytes_per_s + spec.layers * DECODE_LAYER_OVERHEAD_S + reduce
+
+
+def forward_flops(spec: ModelSpec, tokens: float, context: float) -> float:
+    """FLOPs of one language-model forward: two a parameter and token, and attention over `context` tokens."""
+    attention = 4 * spec.layers * spec.heads * spec.head_dim * context
+    return tokens * (2 * spec.language_parameters + attention)
+
+
+def vision_flops(spec: ModelSpec, patches: int) -> float:
+    """FLOPs of one forward of the vision tower; window attention is small beside its GEMMs."""
+    return 2.0 * spec.vision_parameters * patches if spec.vision else 0.0
+
+
+def sigma(median: int, longest: int, batch: int) -> float:
+    """Spread of a log-normal length whose longest of `batch` draws is expected at the budget."""
+    tail = NormalDist().inv_cdf(1 - 1 / max(batch, 2) / 2)
+    return max(math.log(longest / median) / tail, 1e-6)
+
+
+def alive(step: float, median: int | None, longest: int, batch: int) -> float:
+    """Share of responses still decoding at a step; all of them to the end when the job names no median."""
+    if median is None or median >= longest:
+        return 1.0
+    z = (math.log(step) - math.log(median)) / sigma(median, longest, batch)
+    return max(1 - NormalDist().cdf(z), 1 / batch)
+
+
+def mean_length(median: int | None, longest: int, batch: int) -> float:
+    """Expected response tokens: the budget when the job names no median."""
+    if median is None or median >= longest:
+        return float(longest)
+    return min(median * math.exp(sigma(median, longest, batch) ** 2 / 2), float(longest))

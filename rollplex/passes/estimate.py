@@ -1,0 +1,57 @@
+"""Predicted seconds of the iteration, and how much the overlap can save at most (paper section 3.1, equation 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rollplex.ir.module import Module
+from rollplex.ir.plan import Times
+from rollplex.passes.residency import Residency
+from rollplex.passes.schedule import Schedule
+from rollplex.passes.timeline import window_seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Times of the iteration, and of each window's compute."""
+
+    made_by: ClassVar[str] = "estimate"
+    times: Times
+    window_s: dict[str, float]
+
+    def __str__(self) -> str:
+        t = self.times
+        return (
+            f"decode {t.decode_s:.1f} s  prefix {t.prefix_s:.1f} s  post {t.post_s:.1f} s  step {t.step_s:.1f} s"
+            f"  serial {t.serial_s:.1f} s  {t.speedup_vs_serial:.2f}x"
+        )
+
+
+@dataclass(frozen=True)
+class EstimatePass:
+    """Evaluate equation 1: T = max(T_D + d_D, T_P) + T_post, plus the transfers that stay exposed."""
+
+    name: ClassVar[str] = "estimate"
+    makes: ClassVar[type] = Estimate
+
+    def run(self, module: Module) -> Module:
+        """Compute the times from the timeline and the residency solution."""
+        schedule, exposed = module[Schedule], module[Residency].exposed_s
+        line = window_seconds(module.job, schedule)
+        serial = line.decode_s + line.prefix_s + line.post_s + exposed
+        overlapped = max(line.decode_s + line.interference_s, line.overlap_s) + line.post_s + exposed
+        step = serial if schedule.kind == "serial" else overlapped
+        bound = max(0.0, min(line.prefix_s - line.interference_s, line.decode_s))
+        times = Times(
+            decode_s=round(line.decode_s, 6),
+            prefix_s=round(line.prefix_s, 6),
+            interference_s=round(line.interference_s, 6),
+            post_s=round(line.post_s, 6),
+            exposed_transfer_s=round(exposed, 6),
+            serial_s=round(serial, 6),
+            step_s=round(step, 6),
+            speedup_vs_serial=round(serial / step, 4),
+            saving_bound_s=round(bound, 6),
+        )
+        return module.put(Estimate(times, line.compute))

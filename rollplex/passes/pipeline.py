@@ -1,0 +1,108 @@
+"""The default pipeline: passes in order, each timed, the graph verified after each; then a plan, checked.
+
+infer-types  prefix-split  share-prefix  schedule  layout  lifetimes  residency  chunk-sizes  share-policy  estimate  lower
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from rollplex.ir import graph as g
+from rollplex.ir.checker import verify_plan
+from rollplex.ir.dsl import Algorithm
+from rollplex.ir.job import Job
+from rollplex.ir.module import Module
+from rollplex.ir.plan import Plan
+from rollplex.passes.assemble import build_plan
+from rollplex.passes.chunk_sizes import ChunkSizesPass
+from rollplex.passes.estimate import EstimatePass
+from rollplex.passes.infer_types import InferTypesPass
+from rollplex.passes.layout import LayoutPass
+from rollplex.passes.lifetimes import LifetimesPass
+from rollplex.passes.lower import LowerPass
+from rollplex.passes.prefix_split import PrefixSplitPass
+from rollplex.passes.remedies import with_remedies
+from rollplex.passes.residency import ResidencyPass
+from rollplex.passes.schedule import SchedulePass
+from rollplex.passes.share_policy import SharePolicyPass
+from rollplex.passes.share_prefix import SharePrefixPass
+
+
+class Pass(Protocol):
+    """One rewrite or analysis; its fields are its options."""
+
+    name: ClassVar[str]
+    makes: ClassVar[type]
+
+    def run(self, module: Module) -> Module:
+        """A new module; the one given is not changed."""
+        ...
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did: the module after it and the seconds it took."""
+
+    name: str
+    module: Module
+    seconds: float
+
+
+OnPass = Callable[[PassReport], None]
+
+
+def default_pipeline() -> tuple[Pass, ...]:
+    """The passes of design order; layout comes before lifetimes, which counts its case-3 buffer."""
+    return (
+        InferTypesPass(),
+        PrefixSplitPass(),
+        SharePrefixPass(),
+        SchedulePass(),
+        LayoutPass(),
+        LifetimesPass(),
+        ResidencyPass(),
+        ChunkSizesPass(),
+        SharePolicyPass(),
+        EstimatePass(),
+        LowerPass(),
+    )
+
+
+def start(algorithm: Algorithm, job: Job) -> Module:
+    """Trace the algorithm under the job's parameters and roles."""
+    params = dict(job.algorithm)
+    if "n" in algorithm.parameters:
+        params.setdefault("n", job.group)
+    roles = {name: "policy" if role.train else "frozen" for name, role in job.roles.items()}
+    return Module(algorithm.trace(params, roles), job, algorithm)
+
+
+def run_passes(module: Module, passes: Iterable[Pass], on_pass: OnPass | None = None) -> Module:
+    """Run passes in order; the graph is verified after each."""
+    for p in passes:
+        began = time.perf_counter()
+        module = p.run(module)
+        g.verify(module.graph)
+        if on_pass:
+            on_pass(PassReport(p.name, module, time.perf_counter() - began))
+    return module
+
+
+def compile_plan(
+    algorithm: Algorithm, job: Job, *, on_pass: OnPass | None = None, passes: Iterable[Pass] | None = None
+) -> Plan:
+    """Compile an algorithm under a job; the plan has been through the checker, feasible or not.
+
+    Raises GraphError for the algorithm's mistakes, PassError and SolverTimeout when a pass cannot go on.
+    """
+    module = run_passes(start(algorithm, job), passes or default_pipeline(), on_pass)
+    plan = build_plan(module)
+    if not plan.feasible:
+        plan = with_remedies(
+            plan, job, lambda changed: build_plan(run_passes(start(algorithm, changed), default_pipeline()))
+        )
+    verify_plan(plan)
+    return plan

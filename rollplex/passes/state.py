@@ -1,0 +1,77 @@
+"""Objects of the state contract: tensors with one lifetime and one policy (paper section 3.2 and Table 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rollplex.ir.plan import Residency, StateClass
+
+Use = Literal["hbm", "stream"]
+START = "start"
+
+
+@dataclass(frozen=True)
+class StateObject:
+    """Tensors with one lifetime and one policy, sized for one GPU.
+
+    `uses` says how each window touches it: `hbm` needs the whole object there, `stream` takes it piece by piece over
+    the host link unless it is resident. `always` keeps it in HBM in every window. `options` are the places it may be
+    in windows that do not need it in HBM.
+    """
+
+    name: str
+    title: str
+    class_: StateClass
+    role: str
+    nbytes: int
+    uses: dict[str, Use]
+    produced: str = START
+    process: str = "train"
+    readers: tuple[str, ...] = ()
+    slots: int = 1
+    attached: bool = False
+    host_backed: bool = False
+    recomputable: bool = False
+    always: bool = False
+    workspace: bool = False
+    options: frozenset[Residency] = frozenset()
+    why: str = ""
+
+    def alive(self, windows: tuple[str, ...]) -> tuple[str, ...]:
+        """Windows in which the object exists: all of them, or from its production to its last use."""
+        if self.always or self.produced == START:
+            return windows
+        used = [windows.index(w) for w in self.uses]
+        return windows[windows.index(self.produced) : max(used) + 1]
+
+
+@dataclass(frozen=True)
+class SizeChoice:
+    """Bytes of the scalable workspaces when a suffix step takes `responses` responses at a time."""
+
+    responses: int
+    nbytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """All objects, smallest workspaces first assumed; `choices` lists the larger ones."""
+
+    made_by: ClassVar[str] = "lifetimes"
+    objects: tuple[StateObject, ...]
+    choices: tuple[SizeChoice, ...] = ()
+
+    def __getitem__(self, name: str) -> StateObject:
+        return next(o for o in self.objects if o.name == name)
+
+    def __contains__(self, name: str) -> bool:
+        return any(o.name == name for o in self.objects)
+
+    def __str__(self) -> str:
+        rows = (
+            f"{o.name:<22} {o.nbytes / 2**30:9.3f} GiB  {o.class_:<12} {'attached' if o.attached else '':<9}"
+            f" {o.produced} -> {', '.join(o.uses)}"
+            for o in self.objects
+        )
+        return "\n".join(rows)

@@ -1,0 +1,64 @@
+"""How long each window's compute takes, and how much of the decode window the trainer leaves idle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollplex.ir.job import Job
+from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
+from rollplex.passes.schedule import Schedule, Window
+from rollplex.passes.work import role_work, trained_parameters
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Seconds of compute by window, without transfers; `prefix_s` is standalone, `overlap_s` under the sharing policy."""
+
+    compute: dict[str, float]
+    idle_s: float
+    decode_s: float
+    prefix_s: float
+    overlap_s: float
+    interference_s: float
+    post_s: float
+
+
+def window_seconds(job: Job, schedule: Schedule) -> Timeline:
+    """The timeline of a job under a schedule."""
+    kind, windows = schedule.kind, schedule.windows
+    decode = _decode_s(job)
+    compute = {w.name: decode if w.kind == "decode" else _window_s(job, w) for w in windows}
+    prefix = sum(compute[w.name] for w in windows if w.kind == "prefix")
+    overlapped = kind != "serial"
+    interference = min(decode, prefix) * INTERFERENCE_SHARE * _share(job) if overlapped else 0.0
+    post = sum(s for w, s in zip(windows, compute.values(), strict=True) if w.kind not in ("prefix", "decode"))
+    beside = prefix / _share(job) if overlapped else prefix
+    idle = max(0.0, decode + interference - beside) if overlapped else 0.0
+    return Timeline(compute, idle, decode, prefix, beside, interference, post)
+
+
+def _share(job: Job) -> float:
+    """A fixed share slows both sides in proportion; under MPS default either may take all that is idle."""
+    return job.sharing.share or 1.0
+
+
+def _decode_s(job: Job) -> float:
+    weights = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
+    return Costs(job).decode_s(weights, job.rollout_tp, job.prompts_per_engine)
+
+
+def _window_s(job: Job, window: Window) -> float:
+    costs, work, prompts = Costs(job), role_work(job, window.role), job.prompts_per_rank
+    parameters = trained_parameters(job, job.policy)
+    match window.kind:
+        case "prefix":
+            return costs.prefix_s(work, prompts)
+        case "score":
+            return costs.suffix_s(work, prompts)
+        case "train":
+            return costs.train_s(work, prompts)
+        case "update":
+            return costs.adam_s(parameters)
+        case _:
+            exchanged = parameters * job.itemsize * (job.q - 1)
+            return costs.exchange_s(exchanged)

@@ -1,0 +1,59 @@
+"""The work of a role on one prompt group, from the job: what size formulas and cost formulas are evaluated on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollplex.backends.facts import Work
+from rollplex.ir.job import Job
+from rollplex.ir.models import Part
+
+
+def patches(job: Job) -> int:
+    """Vision patches of one prompt in the worst case: the processor's bound where the job states it, else all tokens."""
+    vision, load = job.spec.vision, job.workload
+    if vision is None:
+        return 0
+    tokens = load.prompt_tokens
+    if load.max_pixels is not None:
+        tokens = min(tokens, vision.max_visual_tokens(load.frames, load.max_pixels))
+    return tokens * vision.merge**2
+
+
+def role_work(job: Job, role: str) -> Work:
+    """The work of a trained or scoring role, all responses of a group at once."""
+    engine = job.trainer(role)
+    return Work(
+        spec=job.spec,
+        tp=engine.tensor_parallel,
+        itemsize=job.itemsize,
+        sequence_parallel=engine.sequence_parallel,
+        recompute=job.roles[role].recompute == "full",
+        prompt_tokens=job.workload.prompt_tokens,
+        patches=patches(job),
+        responses=job.group,
+        response_tokens=job.workload.response_tokens,
+        vision_grad=job.spec.vision is not None and trains_vision(job, role),
+    )
+
+
+def trains_vision(job: Job, role: str) -> bool:
+    """Whether the role's vision tower receives gradients."""
+    return job.roles[role].train is not None and "vision" not in job.roles[role].freeze
+
+
+def one_response(work: Work, responses: int = 1) -> Work:
+    """The same work on fewer responses."""
+    return replace(work, responses=responses)
+
+
+def trained_parameters(job: Job, role: str) -> int:
+    """Parameters a training rank updates."""
+    tp, frozen = job.trainer(role).tensor_parallel, job.roles[role].freeze
+    parts: tuple[Part, ...] = ("language", "vision")
+    return sum(job.spec.rank_parameters(tp, part) for part in parts if part not in frozen)
+
+
+def shared_tower(job: Job) -> bool:
+    """A frozen tower is the same for policy and reference: one copy serves all engines of a GPU."""
+    return job.spec.vision is not None and not trains_vision(job, job.policy)
