@@ -66,6 +66,11 @@ def causal_after_prefix(
     return _SharedPrefix.apply(query, key, value, prefix_key, prefix_value, scale)
 
 
+def attend_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Every query sees every key, no gradient: [b, kv_heads, m, d] -> output and log-sum-exp [b, kv_heads, m]."""
+    return _flash(query, key, value, 0.0, False, scale=scale)
+
+
 class _SharedPrefix(torch.autograd.Function):
     @staticmethod
     def forward(
