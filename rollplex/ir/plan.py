@@ -199,6 +199,25 @@ class NodeRecord(Strict):
     phase: str = ""
 
 
+class LossPlan(Strict):
+    """A loss as data; `step` runs without grad, `group` with grad on one prompt group, `result` summed is the loss.
+
+    `wide` values mix the prompts of the whole step (over all ranks) and must be computed from all of them, out of
+    `wide_inputs`; `sliced` values have the prompt dim first and are cut to a group; `whole` values are passed as they are.
+    """
+
+    role: str
+    loss: str
+    step: tuple[NodeRecord, ...]
+    group: tuple[NodeRecord, ...]
+    result: str
+    forward: tuple[str, ...]
+    wide: tuple[str, ...]
+    wide_inputs: tuple[str, ...]
+    sliced: tuple[str, ...]
+    whole: tuple[str, ...]
+
+
 class Plan(Strict):
     """The whole plan; `programs` has one list of steps for each process kind."""
 
@@ -208,6 +227,7 @@ class Plan(Strict):
     algorithm: str = Field(description="file and name of the algorithm")
     job: dict[str, Any]
     graph: tuple[NodeRecord, ...]
+    loss: LossPlan | None = Field(default=None, description="the loss, taken apart by prompt group")
     hosts: dict[str, str] = Field(default_factory=dict, description="host node -> name of the algorithm's parameter")
     not_executable: tuple[str, ...] = Field(default=(), description="features no backend can execute yet")
     summary: Summary

@@ -12,15 +12,17 @@ from rollplex.ir.plan import (
     PlannedObject,
     ProcessKind,
     Remedy,
-    Residency as Place,
     Summary,
     WindowSummary,
+)
+from rollplex.ir.plan import (
+    Residency as Place,
 )
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
 from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
-from rollplex.passes.records import graph_records, host_names
+from rollplex.passes.records import graph_records, host_names, loss_plan
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.share_policy import SharePolicy
@@ -38,6 +40,7 @@ def build_plan(module: Module) -> Plan:
         algorithm=f"{module.algorithm.loc.file}:{module.algorithm.name}",
         job=module.job.model_dump(mode="json"),
         graph=graph_records(module),
+        loss=loss_plan(module),
         hosts=host_names(module),
         not_executable=not_executable(module.job),
         summary=summary,

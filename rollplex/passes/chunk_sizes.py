@@ -149,7 +149,7 @@ def _update_room(model: cp_model.CpModel, data: Data, units: cp_model.IntVar) ->
 
 def _suffix_room(model: cp_model.CpModel, data: Data, step: dict[int, cp_model.IntVar]) -> None:
     """(3) and (4); the smallest step is always allowed."""
-    smallest = {name: nbytes for name, nbytes in data.choices[0].nbytes.items()}
+    smallest = dict(data.choices[0].nbytes.items())
     model.add_exactly_one(step.values())
     for name, least in smallest.items():
         for window in data.windows_of.get(name, ()):

@@ -143,7 +143,8 @@ def plain_options(job: Job, trainer: EngineFacts, roller: EngineFacts, tensor: T
 def weight_classes(job: Job) -> list[WeightClass]:
     """The language model's weights by class; the vision tower is replicated and aliases as it is."""
     policy = job.roles[job.policy]
-    assert policy.train is not None and policy.rollout is not None
+    assert policy.train is not None
+    assert policy.rollout is not None
     trainer, roller = load_facts(policy.train.engine), load_facts(policy.rollout.engine)
     groups: dict[str, list[Tensor]] = {}
     for tensor in job.spec.tensors():

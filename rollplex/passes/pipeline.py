@@ -19,16 +19,16 @@ from rollplex.ir.plan import Plan
 from rollplex.passes.assemble import build_plan
 from rollplex.passes.chunk_sizes import ChunkSizesPass
 from rollplex.passes.estimate import EstimatePass
-from rollplex.passes.infer_types import InferTypesPass
+from rollplex.passes.infer_types import InferTypes
 from rollplex.passes.layout import LayoutPass
 from rollplex.passes.lifetimes import LifetimesPass
 from rollplex.passes.lower import LowerPass
-from rollplex.passes.prefix_split import PrefixSplitPass
+from rollplex.passes.prefix_split import PrefixSplit
 from rollplex.passes.remedies import with_remedies
 from rollplex.passes.residency import ResidencyPass
 from rollplex.passes.schedule import SchedulePass
 from rollplex.passes.share_policy import SharePolicyPass
-from rollplex.passes.share_prefix import SharePrefixPass
+from rollplex.passes.share_prefix import SharePrefix
 
 
 class Pass(Protocol):
@@ -57,9 +57,9 @@ OnPass = Callable[[PassReport], None]
 def default_pipeline() -> tuple[Pass, ...]:
     """The passes of design order; layout comes before lifetimes, which counts its case-3 buffer."""
     return (
-        InferTypesPass(),
-        PrefixSplitPass(),
-        SharePrefixPass(),
+        InferTypes(),
+        PrefixSplit(),
+        SharePrefix(),
         SchedulePass(),
         LayoutPass(),
         LifetimesPass(),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from rollplex.ir import graph as g
 from rollplex.ir import ops
+from rollplex.ir.loss import split_loss
 from rollplex.ir.module import Module
-from rollplex.ir.plan import NodeRecord
-from rollplex.ir.serialise import to_records
+from rollplex.ir.plan import LossPlan, NodeRecord
+from rollplex.ir.records import to_records
 from rollplex.passes.schedule import Schedule
 
 
 def graph_records(module: Module) -> tuple[NodeRecord, ...]:
     """Every node with its phase."""
-    phases = module[Schedule].phases
-    return tuple(r.model_copy(update={"phase": phases.get(r.name, "")}) for r in to_records(module.graph))
+    return tuple(to_records(module.graph, module[Schedule].phases))
+
+
+def loss_plan(module: Module) -> LossPlan:
+    """The policy's loss by prompt group."""
+    return LossPlan.model_validate(split_loss(module.graph, module.job.policy).model_dump())
 
 
 def host_names(module: Module) -> dict[str, str]:

@@ -36,7 +36,8 @@ def candidates(job: Job) -> Iterator[tuple[str, dict]]:
 
 def _role_changes(job: Job) -> Iterator[tuple[str, dict]]:
     policy = job.roles[job.policy]
-    assert policy.train and policy.rollout
+    assert policy.train
+    assert policy.rollout
     name = job.policy
     if policy.recompute != "full":
         yield f"roles.{name}.recompute=full", _role(job, policy.model_copy(update={"recompute": "full"}))

@@ -35,8 +35,8 @@ from rollplex.ir.plan import Residency as Place
 from rollplex.ir.plan import SolverResult
 from rollplex.passes.costs import Costs
 from rollplex.passes.schedule import Schedule
-from rollplex.passes.state import Lifetimes, StateObject
 from rollplex.passes.solver import Objective, Solution, minimise
+from rollplex.passes.state import Lifetimes, StateObject
 from rollplex.passes.timeline import Timeline, window_seconds
 from rollplex.passes.work import role_work
 
