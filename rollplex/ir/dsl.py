@@ -108,7 +108,7 @@ class Algorithm:
         recorder = Recorder(self.fn.__code__)
         handles = [Handle(h, recorder, _declared(self, h, roles)) for h in self.handles if h not in values]
         prompts = recorder.input(self.prompts, "Prompts", self.loc)
-        prompts.node.meta["header"] = _header(self)
+        prompts.node.meta["header"] = _header(self, values)
         arguments = {**{h.name: h for h in handles}, **{k: number(v, k) for k, v in values.items()}}
         _call(self, prompts, arguments)
         recorder.graph.output(tuple(graphs.updates(recorder.graph).values()))
@@ -211,10 +211,11 @@ def _check_updates(algorithm: Algorithm, graph: Graph) -> None:
             )
 
 
-def _header(algorithm: Algorithm) -> str:
-    signature = inspect.signature(algorithm.fn).replace(return_annotation=inspect.Signature.empty)
-    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return f"{algorithm.name}{signature.replace(parameters=plain)}"
+def _header(algorithm: Algorithm, values: Mapping[str, Any]) -> str:
+    """The line of the `def` without annotations, each parameter at its value."""
+    parameters = inspect.signature(algorithm.fn).parameters.values()
+    shown = [p.replace(annotation=p.empty, default=values.get(p.name, p.empty)) for p in parameters]
+    return f"{algorithm.name}{inspect.Signature(shown)}"
 
 
 def algorithm(fn: Callable[..., Any]) -> Algorithm:

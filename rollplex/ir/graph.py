@@ -35,7 +35,7 @@ def torch_op_of(node: Node) -> TorchOp | None:
     return TORCH_OPS[name] if name else None
 
 
-def op_name(node: Node) -> str:
+def record_name(node: Node) -> str:
     """The name of a node's op in a plan: `rx.generate`, `torch.exp`, `Tensor.clamp`, `input` for a placeholder."""
     if node.op == "placeholder":
         return "input"
@@ -44,20 +44,30 @@ def op_name(node: Node) -> str:
     return row.name
 
 
+def op_name(node: Node) -> str:
+    """The short name of a node's op: `generate`, `torch.exp`, `Tensor.clamp`, `input`, `output`."""
+    return node.op if node.op == "output" else record_name(node).removeprefix("rx.")
+
+
 def is_op(node: Node, *fns: Callable[..., Any]) -> bool:
     """Whether a node records one of these functions of rollplex.ir.ops."""
     return node.op == "call_function" and node.target in fns
 
 
-def is_model_call(node: Node) -> bool:
-    """Whether a node runs a model: generate, logprobs, prefix or suffix."""
+def runs_model(node: Node) -> bool:
+    """Whether a node is a forward of a model: generate, logprobs, prefix or suffix."""
     row = op_of(node)
     return row is not None and row.calls_model
 
 
-def role(node: Node) -> str | None:
-    """The role that a model call runs or an update changes; None for any other node."""
-    return str(node.args[0]) if is_model_call(node) or is_op(node, ops.update) else None
+def is_model_call(node: Node) -> bool:
+    """Whether a node is an op of a role: one that runs its model, or its update."""
+    return runs_model(node) or is_op(node, ops.update)
+
+
+def role(node: Node) -> str:
+    """The role whose model a node runs or updates; "" for any other node."""
+    return str(node.args[0]) if is_model_call(node) else ""
 
 
 def type_of(node: Node) -> Type:
@@ -94,13 +104,13 @@ def response_dependent(graph: Graph) -> frozenset[Node]:
 def theta_dependent(graph: Graph, trained: Iterable[str] | None = None) -> frozenset[Node]:
     """Nodes whose value depends on theta_k of a trained role (of any, if none is named), sampling included."""
     names = set(updates(graph) if trained is None else trained)
-    return _reach(graph, lambda n: is_model_call(n) and role(n) in names, lambda n: True)
+    return _reach(graph, lambda n: runs_model(n) and role(n) in names, lambda n: True)
 
 
 def attached(graph: Graph, trained: str | None = None) -> frozenset[Node]:
     """Nodes through which a gradient flows back into a trained role's model (any role, if none is named)."""
     names = {trained} if trained is not None else set(updates(graph))
-    return _reach(graph, lambda n: is_model_call(n) and role(n) in names and differentiable(n), differentiable)
+    return _reach(graph, lambda n: runs_model(n) and role(n) in names and differentiable(n), differentiable)
 
 
 def _reach(graph: Graph, source: Callable[[Node], bool], through: Callable[[Node], bool]) -> frozenset[Node]:
@@ -154,7 +164,7 @@ def bound_arguments(node: Node) -> dict[str, Any]:
 
 
 def verify(graph: Graph) -> None:
-    """Check a graph between passes: fx's own rules, ops from the tables, lines on every node, prefixes that can run early.
+    """Check a graph between passes: fx's rules, ops from the tables, lines on all nodes, prefixes that can run early.
 
     Raises GraphError with every problem found.
     """

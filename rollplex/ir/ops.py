@@ -119,7 +119,7 @@ def group_normalize(x: Any, n: int, eps: float = 1e-6) -> Any:
     """
     if has_torch_function((x,)):
         return handle_torch_function(group_normalize, (x,), x, n, eps=eps)
-    assert x.dim() >= 2 and x.shape[1] == n, f"group_normalize over {n} responses of a tensor {tuple(x.shape)}"
+    assert tuple(x.shape[1:2]) == (n,), f"group_normalize over {n} responses of a tensor {tuple(x.shape)}"
     return (x - x.mean(dim=1, keepdim=True)) / (x.std(dim=1, keepdim=True) + eps)
 
 
@@ -139,7 +139,7 @@ def masked_mean(x: Any, mask: Any) -> Any:
     if has_torch_function((x, mask)):
         return handle_torch_function(masked_mean, (x, mask), x, mask)
     x, mask = torch.broadcast_tensors(x, mask)
-    return masked_sum(x, mask) / mask_count(mask).to(x.dtype)
+    return portion(masked_sum(x, mask), mask_count(mask))
 
 
 def mask_count(mask: Tensor) -> Tensor:
@@ -148,9 +148,14 @@ def mask_count(mask: Tensor) -> Tensor:
     return torch.where(total == 0, torch.ones_like(total), total)
 
 
-def count(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The number of elements along some axes of a tensor of the whole step: the divisor of a mean. After: a scalar []."""
-    return torch.tensor(float(torch.Size([x.shape[a] for a in axes]).numel()), dtype=torch.float64)
+def rows(x: Tensor) -> Tensor:
+    """The number of prompts of a tensor [prompt, ..] of the whole step. After: a scalar []."""
+    return torch.tensor(x.shape[0])
+
+
+def portion(x: Any, count: Tensor) -> Any:
+    """x divided by a count, in x's own dtype: what one prompt group contributes to a mean. Before and after: [..]."""
+    return x / count.to(x.dtype) if isinstance(x, Tensor) else x / count.item()
 
 
 # ------------------------------------------------------------------------------------------------------------- types
@@ -232,7 +237,8 @@ _ROWS = (
     Op(masked_mean, _masked, separable="sum", differentiable=True, pure=True, broadcasts=("x", "mask")),
     Op(masked_sum, _masked, separable="sum", differentiable=True, pure=True, broadcasts=("x", "mask")),
     Op(mask_count, _counted, pure=True),
-    Op(count, _counted, pure=True),
+    Op(rows, _counted, pure=True),
+    Op(portion, _counted, pure=True),
 )
 
 OPS: Mapping[str, Op] = {row.name: row for row in _ROWS}

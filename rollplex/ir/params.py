@@ -9,7 +9,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-ATOM, POWER, UNARY, PRODUCT, SUM = 5, 4, 3, 2, 1
+# How tightly an expression binds, as Python has it; the printer shares the scale.
+COMPARE, OR, XOR, AND, SUM, PRODUCT, UNARY, POWER, ATOM = range(1, 10)
 
 
 class Float(float):
@@ -65,13 +66,18 @@ def embrace(value: Any, level: int) -> str:
     return f"({written(value)})" if level_of(value) < level else written(value)
 
 
+def operand_levels(level: int) -> tuple[int, int]:
+    """How tightly the operands of a binary operator must bind to stand without brackets: - and / group to the left."""
+    return (ATOM, UNARY) if level == POWER else (level, level + 1)
+
+
 def _binary(symbol: str, level: int, compute: Callable[[Any, Any], Any]) -> tuple[Callable, Callable]:
-    """The method and its reflection; the right operand of - and / needs brackets at its own level too."""
+    """The method and its reflection."""
 
     def combine(left: Any, right: Any) -> Any:
         if not isinstance(left, int | float) or not isinstance(right, int | float):
             return NotImplemented
-        left_level, right_level = (level + 1, level) if symbol == "**" else (level, level + 1)
+        left_level, right_level = operand_levels(level)
         text = f"{embrace(left, left_level)} {symbol} {embrace(right, right_level)}"
         return number(compute(plain(left), plain(right)), text, level)
 

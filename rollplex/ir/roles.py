@@ -28,7 +28,8 @@ class Handle:
     @property
     def misuse(self) -> str:
         """What to write when the handle itself stands where a value should."""
-        return f"call a model's method ({self.name}.logprobs(..)) or a host function: rx.host({self.name})(prompts, rollout)"
+        name = self.name
+        return f"call a model's method, {name}.logprobs(..), or a host function, rx.host({name})(prompts, rollout)"
 
     def __repr__(self) -> str:
         return f"`{self.name}`"
@@ -107,7 +108,7 @@ class Handle:
 
 @dataclass(frozen=True)
 class HostCall:
-    """`rx.host(fn)`: called with traced values it records a host op, called with anything else it calls the function."""
+    """`rx.host(fn)`: called with traced values it records a host op, with anything else it calls the function."""
 
     fn: Any
     returns: Returns

@@ -27,12 +27,12 @@ class TorchOp:
 
 
 _POINTWISE = """abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sigmoid logit
-    sin cos tan sinh cosh tanh asin acos atan asinh acosh atanh erf erfc lgamma digamma relu sgn sign trunc frac floor ceil round
-    clamp clamp_min clamp_max clip minimum maximum fmin fmax add sub subtract mul multiply div divide true_divide
+    sin cos tan sinh cosh tanh asin acos atan asinh acosh atanh erf erfc lgamma digamma relu sgn sign
+    trunc frac floor ceil round clamp clamp_min clamp_max clip minimum maximum fmin fmax add sub subtract mul multiply div divide true_divide
     pow float_power lerp where addcmul addcdiv logaddexp logaddexp2 fmod remainder floor_divide heaviside copysign
     atan2 hypot xlogy masked_fill nan_to_num detach clone positive"""
-_UNDIFFERENTIABLE = """eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_xor
-    bitwise_not isnan isinf isfinite zeros_like ones_like full_like"""
+_UNDIFFERENTIABLE = """eq ne lt le gt ge logical_and logical_or logical_not logical_xor
+    bitwise_and bitwise_or bitwise_xor bitwise_not isnan isinf isfinite zeros_like ones_like full_like"""
 _CASTS = "float double half bfloat16 to"
 _INTEGER_CASTS = "bool int long"
 _FUNCTIONAL = "softplus logsigmoid silu gelu relu elu leaky_relu mish hardtanh sigmoid tanh"
@@ -127,7 +127,7 @@ def torch_op_name(kind: str, target: Any) -> str | None:
 
 
 def reduced_dim(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The dims that a reduction or a scan works along; None for all of them. `std(x, False)` has no dim: bools are not."""
+    """The dims that a reduction or a scan works along; None for all. The bool of `std(x, False)` is not a dim."""
     second = args[1] if len(args) > 1 else None
     dim = kwargs.get("dim", kwargs.get("dims", second))
     if isinstance(dim, bool) or dim is None:

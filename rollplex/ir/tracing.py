@@ -1,4 +1,4 @@
-"""Recording an algorithm: traced values stand for tensors, and every op on one becomes a node with the user's file:line.
+"""Recording an algorithm: traced values stand for tensors, every op on one becomes a node with the user's file:line.
 
 The names of nodes are the user's own: before each op, the variables of the frames that led to it are looked through for
 values that have no name yet.
@@ -26,7 +26,7 @@ from rollplex.ir.torch_ops import TORCH_OPS, instead_of, torch_op_name
 from rollplex.ir.types import FIELDS
 
 # Frames of these folders are ours or torch's; the user's line is outside.
-_OURS = tuple(str(Path(p).resolve().parent) for p in (str(Path(__file__).parent), torch.__file__))
+_OURS = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__path__[0]).resolve()))
 
 _CONTROL = (
     "a choice between values is torch.where(condition, a, b) or a mask; `if` and `while` may test parameters only"
@@ -47,25 +47,25 @@ class Value(Proxy):
             raise AttributeError(name)
         return self.tracer.attribute(self, name)
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> NoReturn:
         self.tracer.refuse_data("a decision on", _CONTROL)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> NoReturn:
         self.tracer.refuse_data("iteration over", _LENGTH)
 
-    def __len__(self) -> int:
+    def __len__(self) -> NoReturn:
         self.tracer.refuse_data("the length of", _LENGTH)
 
-    def __contains__(self, _item: object) -> bool:
+    def __contains__(self, _item: object) -> NoReturn:
         self.tracer.refuse_data("a search in", _CONTROL)
 
-    def __int__(self) -> int:
+    def __int__(self) -> NoReturn:
         self.tracer.refuse_data("a Python number of", _NUMBER)
 
-    def __float__(self) -> float:
+    def __float__(self) -> NoReturn:
         self.tracer.refuse_data("a Python number of", _NUMBER)
 
-    def __index__(self) -> int:
+    def __index__(self) -> NoReturn:
         self.tracer.refuse_data("a Python number of", _NUMBER)
 
     def __setitem__(self, _key: object, _value: object) -> None:
@@ -196,13 +196,13 @@ class Recorder(GraphAppendingTracer):
 
     def _track(self, node: Node) -> None:
         """Refuse values of theta_k after the update that ends it, then note what the node depends on."""
-        theta = frozenset[str]().union(*(self._theta[i] for i in node.all_input_nodes))
+        theta = frozenset(r for i in node.all_input_nodes for r in self._theta[i])
         name = graphs.role(node)
         # An update may take a loss computed before another role's update: all updates happen together, at the end.
-        over = {name} if graphs.is_op(node, ops.update) else theta | ({name} if name else set())
+        over = {name} if graphs.is_op(node, ops.update) else {*theta, name}
         for gone in sorted(over & set(self.updated)):
             self._refuse_late_use(node, gone)
-        self._theta[node] = theta | ({name} if name else frozenset())
+        self._theta[node] = theta | {name}
         if graphs.is_op(node, ops.generate) or any(i in self._late for i in node.all_input_nodes):
             self._late.add(node)
 

@@ -51,7 +51,7 @@ class TensorType:
 
 @dataclass(frozen=True)
 class StructType:
-    """A struct of tensors (`Prompts`, `Rollout`) or an engine's state (`Boundary`); `dims` are those all fields share."""
+    """A struct of tensors (`Prompts`, `Rollout`) or an engine's state (`Boundary`); its fields share `dims`."""
 
     kind: StructKind
     dims: tuple[str, ...] = (PROMPT,)
@@ -105,7 +105,7 @@ def with_flags(value: Type, attached: bool, response_dependent: bool) -> Type:
 
 
 def dim_sizes(job: Any, data_parallel: int = 1) -> dict[str, int]:
-    """Lengths of the workload's dims for one data-parallel rank, at their budgets; dims of a model are not among them."""
+    """Lengths of the workload's dims for one data-parallel rank, at their budgets; a model's dims are not among them."""
     work = job.workload
     return {
         PROMPT: math.ceil(work.prompts / data_parallel),
@@ -117,7 +117,7 @@ def dim_sizes(job: Any, data_parallel: int = 1) -> dict[str, int]:
 
 
 def nbytes(value: TensorType | StructType, job: Any, data_parallel: int = 1) -> int:
-    """Bytes of a value in one step on one data-parallel rank. A boundary's bytes are the model's to tell, not the type's."""
+    """Bytes of a value in one step on one data-parallel rank; those of a boundary are the model's to tell."""
     if isinstance(value, StructType):
         assert FIELDS[value.kind], f"the size of a {value.kind} depends on the model"
         float_dtype = float_dtype_of(job)
