@@ -35,12 +35,13 @@ class Finding:
 
 
 def check_job(job: Job) -> tuple[Finding, ...]:
-    """Every finding, in the order of the file's sections; sums over budgets only once the rest is in order."""
-    lookups = (*_model(job), *_gpu(job))
-    findings = [*lookups, *_capacity(job), *_roles(job), *_engines(job), *_workload(job), *_sharing(job), *_chunks(job)]
-    if not lookups:
+    """Every finding; a rule is left out only where it reads what an earlier rule found missing."""
+    no_model, bad_roles = list(_model(job)), list(_roles(job))
+    findings = [*no_model, *_gpu(job), *_capacity(job), *bad_roles, *_engines(job)]
+    findings += [*_workload(job), *_sharing(job), *_chunks(job)]
+    if not no_model:
         findings += [*_degrees(job), *_visual(job)]
-    if not findings:
+    if not bad_roles:
         findings += [*_ratio(job), *_batches(job)]
     if not findings:
         findings += _kv_budget(job)
@@ -83,7 +84,8 @@ def _gpu(job: Job) -> Iterator[Finding]:
 def _capacity(job: Job) -> Iterator[Finding]:
     if job.on_host and job.cluster.capacity_gib is None:
         hint = 'cluster.capacity_gib: "256 MiB"'
-        yield Finding(("cluster", "gpu"), "a cpu has no memory size of its own; the job must state one", hint)
+        what = "a cpu has no memory size of its own; the job must state one"
+        yield Finding(("cluster", "gpu"), what, hint, (("cluster", "capacity_gib"),))
 
 
 # ---- roles and engines
@@ -112,7 +114,8 @@ def _roles(job: Job) -> Iterator[Finding]:
         hint = "give the policy (usually `actor`) both sections"
         yield Finding(("roles",), "no role has both `train` and `rollout`", hint)
     for name in policies[1:]:
-        yield Finding(("roles", name, "rollout"), f"`{policies[0]}` is sampled from already; one policy a job")
+        what = f"`{policies[0]}` is sampled from already; one policy a job"
+        yield Finding(("roles", name, "rollout"), what, uses=(("roles", policies[0]),))
 
 
 def _engines(job: Job) -> Iterator[Finding]:
@@ -142,10 +145,11 @@ def _tensor_parallel(job: Job, path: KeyPath, tp: int) -> Iterator[Finding]:
     spec, per_node = job.spec, job.cluster.gpus_per_node
     legal = [t for t in spec.legal_tp() if per_node % t == 0]
     hint = "tensor_parallel " + " or ".join(map(str, legal))
-    for what in spec.tp_obstacles(tp):
-        by_heads = ", ".join(map(str, spec.tp_by_heads()))
-        reason = f"{what} of {spec.name} do not divide by tensor_parallel {tp}; by heads alone {by_heads} would do"
-        yield Finding(path, reason if "attention" in what else reason.partition(";")[0], hint)
+    for obstacle in spec.tp_obstacles(tp):
+        what = f"tensor_parallel {tp} does not divide {obstacle} ({spec.name})"
+        if "attention heads" in obstacle:
+            what += "; by heads alone " + ", ".join(map(str, spec.tp_by_heads())) + " would do"
+        yield Finding(path, what, hint, (("model",),))
     if per_node % tp:
         what = f"tensor_parallel {tp} must divide the {per_node} GPUs of a node, inside which its links are fast"
         yield Finding(path, what, hint, (("cluster", "gpus_per_node"),))
@@ -164,7 +168,7 @@ def _data_parallel(job: Job, path: KeyPath, section: Parallel) -> Iterator[Findi
 def _ratio(job: Job) -> Iterator[Finding]:
     train, rollout = job.train_tp, job.rollout_tp
     if train % rollout:
-        legal = [t for t in job.spec.legal_tp() if train % t == 0]
+        legal = [t for t in range(1, train + 1) if train % t == 0]
         what = (
             f"q = {train} / {rollout} = {Fraction(train, rollout)}: a rollout shard is made of whole training shards, "
             "so q must be a positive integer"
@@ -196,14 +200,16 @@ def _visual(job: Job) -> Iterator[Finding]:
         yield Finding(("workload", "frames"), f"{job.spec.name} has no vision tower", "frames: 0", (("model", "name"),))
     elif work.max_pixels and (tokens := vision.max_visual_tokens(work.frames, work.max_pixels)) >= work.prompt_tokens:
         what = f"{work.frames} frames of {work.max_pixels} pixels take {tokens} of {work.prompt_tokens} prompt tokens"
-        uses = (("workload", "frames"), ("workload", "prompt_tokens"))
+        uses = (("workload", "frames"), ("workload", "prompt_tokens"), ("model",))
         yield Finding(("workload", "max_pixels"), what, "fewer frames, smaller ones, or a larger prompt_tokens", uses)
 
 
 def _batches(job: Job) -> Iterator[Finding]:
     prompts = job.workload.prompts
     ways = {f"{name}'s {job.data_parallel(name)} data-parallel ranks": job.data_parallel(name) for name in job.roles}
-    ways[f"the {job.engines} rollout engines"] = job.engines
+    ways = {f"the {job.engines} rollout engines": job.engines, **ways}
+    if not all(ways.values()):
+        return  # fewer GPUs than one copy needs: told by the rule on degrees
     step = math.lcm(*ways.values())
     hint = f"a multiple of {step}, such as {max(step, round(prompts / step) * step)}"
     for who, count in ways.items():
@@ -240,9 +246,12 @@ def _kv_budget(job: Job) -> list[Finding]:
 def _sharing(job: Job) -> Iterator[Finding]:
     kind, share = job.sharing.kind, job.sharing.share
     if kind == "fixed" and share is None:
-        yield Finding(("sharing", "kind"), "kind fixed needs a `share` of the SMs, between 0 and 1", "share: 0.6")
+        what = "kind fixed needs a `share` of the SMs, between 0 and 1"
+        yield Finding(("sharing", "kind"), what, "share: 0.6", (("sharing", "share"),))
     if kind == "mps" and share is not None:
-        yield Finding(("sharing", "share"), f"share {share:g} has no effect with kind mps", "kind: fixed")
+        yield Finding(
+            ("sharing", "share"), f"share {share:g} has no effect with kind mps", "kind: fixed", (("sharing", "kind"),)
+        )
 
 
 def _chunks(job: Job) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollplex.ir.errors import JobError, Problem
@@ -137,7 +137,7 @@ def _embed_config(data: dict[str, Any], base: Path) -> None:
 
 
 def _validate(data: dict[str, Any]) -> tuple[Job | None, list[ErrorDetails]]:
-    """The job, and what is wrong in its keys; keys that have a default are left out and the rest tried again."""
+    """The job, and what is wrong in its keys; stand-ins take the place of wrong values, so that the rest is checked."""
     try:
         return Job.model_validate(data), []
     except ValidationError as error:
@@ -146,14 +146,15 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[ErrorDetails]]:
         raise JobError("nested too deeply") from None
     trimmed = copy.deepcopy(data)
     for problem in wrong:
-        _remove(trimmed, locate(Job, problem["loc"])[0])
+        _stand_in(trimmed, *locate(Job, problem["loc"]))
     try:
         return Job.model_validate(trimmed), wrong
     except ValidationError:
         return None, wrong
 
 
-def _remove(data: Any, path: KeyPath) -> None:
+def _stand_in(data: Any, path: KeyPath, parent: type[BaseModel] | None) -> None:
+    """Take a wrong key out; where it cannot be left out, its field's example goes in."""
     *sections, key = path
     for part in sections:
         if not isinstance(data, dict) or part not in data:
@@ -161,6 +162,9 @@ def _remove(data: Any, path: KeyPath) -> None:
         data = data[part]
     if isinstance(data, dict):
         data.pop(key, None)
+        field = parent.model_fields.get(str(key)) if parent else None
+        if field is not None and field.is_required() and field.examples:
+            data[key] = field.examples[0]
 
 
 def _suspect(error: ErrorDetails, data: dict[str, Any]) -> KeyPath:

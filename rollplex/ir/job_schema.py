@@ -59,7 +59,11 @@ class Section(BaseModel):
 class ModelChoice(Section):
     """Which model is trained, and in which dtype the engines hold it."""
 
-    name: str = Field(min_length=1, description="a registry name, a Hugging Face directory, or a config.json")
+    name: str = Field(
+        examples=["Qwen2.5-VL-32B"],
+        min_length=1,
+        description="a registry name, a Hugging Face directory, or a config.json",
+    )
     dtype: DType = Field(
         default="bfloat16", description="of weights, activations and KV; float32 and float64 on the host"
     )
@@ -72,10 +76,12 @@ class ModelChoice(Section):
 class Cluster(Section):
     """The machines."""
 
-    gpu: str = Field(description="GPU type (`rollplex gpus`), or cpu for the host backend")
+    gpu: str = Field(examples=["H800"], description="GPU type (`rollplex gpus`), or cpu for the host backend")
     gpus_per_node: Count = Field(default=8, description="GPUs of one node (processes, on cpu)")
     nodes: Count = Field(default=1, description="number of identical nodes")
-    host_memory_gb: Gb = Field(description='host memory of one node, GB (decimal) or with a unit: "1.4 TB"')
+    host_memory_gb: Gb = Field(
+        examples=[1400], description='host memory of one node, GB (decimal) or with a unit: "1.4 TB"'
+    )
     capacity_gib: Gib | None = Field(
         default=None,
         gt=0,
@@ -111,7 +117,7 @@ class Rollout(Parallel):
     """The engine that samples a role's responses."""
 
     engine: str = Field(default="vllm", description="vllm, or host")
-    kv_cache_gib: Gib = Field(description='KV cache budget of one GPU, GiB or with a unit: "48 MiB"')
+    kv_cache_gib: Gib = Field(examples=[29], description='KV cache budget of one GPU, GiB or with a unit: "48 MiB"')
     runtime_gib: Gib = Field(
         default=3.0, description="buffers of the engine beside weights and KV, one GPU, GiB or with a unit"
     )
@@ -148,10 +154,12 @@ class Role(Section):
 class Workload(Section):
     """One step's work; the token budgets are upper bounds that the plan must hold."""
 
-    prompts: Count = Field(description="prompts of one step, over all GPUs")
+    prompts: Count = Field(examples=[32], description="prompts of one step, over all GPUs")
     group: Count = Field(default=8, description="responses sampled for each prompt")
-    prompt_tokens: int = Field(ge=2, le=10**9, description="most tokens of a prompt, visual tokens included")
-    response_tokens: Count = Field(description="most tokens of a response")
+    prompt_tokens: int = Field(
+        examples=[8192], ge=2, le=10**9, description="most tokens of a prompt, visual tokens included"
+    )
+    response_tokens: Count = Field(examples=[2048], description="most tokens of a response")
     prompt_median: Count | None = Field(default=None, description="median tokens of a prompt, for predicted times")
     response_median: Count | None = Field(default=None, description="median tokens of a response, for predicted times")
     frames: int = Field(default=0, ge=0, le=10**6, description="frames sampled from a video; 0 for text")

@@ -185,7 +185,7 @@ def _spec(top: _Fields, family: Family, name: str) -> ModelSpec:
 def _moe(text: _Fields, layers: int) -> MoeSpec:
     step, dense = text.count("decoder_sparse_step", default=1), text.indices("mlp_only_layers")
     return MoeSpec(
-        experts=text.count("num_experts"),
+        experts=text.count("num_experts", "num_local_experts"),
         per_token=text.count("num_experts_per_tok"),
         ffn=text.count("moe_intermediate_size"),
         dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % step),

@@ -163,12 +163,15 @@ class ModelSpec:
         return tuple(tp for tp in self.tp_by_heads() if not self.tp_obstacles(tp))
 
     def tp_obstacles(self, tp: int) -> tuple[str, ...]:
-        """Why this degree is not legal, a phrase each; empty when it is."""
+        """What this degree does not divide, a phrase each; empty when it is legal."""
         ffn = self.moe.ffn if self.moe else self.ffn
         rows = self.padded_vocab()
         checks = (
-            (self.heads % tp == 0, f"{self.heads} attention heads"),
-            (self.kv_heads % tp == 0 or tp % self.kv_heads == 0, f"{self.kv_heads} KV heads (nor the other way round)"),
+            (self.heads % tp == 0, f"the {self.heads} attention heads"),
+            (
+                self.kv_heads % tp == 0 or tp % self.kv_heads == 0,
+                f"the {self.kv_heads} KV heads, nor is it a multiple of them",
+            ),
             (ffn % tp == 0, f"the {'expert ' if self.moe else ''}feed-forward width {ffn}"),
             (rows % tp == 0, f"the {rows} padded vocabulary rows"),
         )

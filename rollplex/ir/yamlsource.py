@@ -101,17 +101,17 @@ class _Reader:
             return None
         self._refuse_alias(node)
         self.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
-            return dict(self._items(node, path))
-        if isinstance(node, yaml.SequenceNode):
-            return [self.build(child, (*path, i)) for i, child in enumerate(node.value)]
-        return self._scalar(node)
-
-    def _scalar(self, node: yaml.Node) -> Any:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return dict(self._items(node, path))
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self.build(child, (*path, i)) for i, child in enumerate(node.value)]
+        return self._scalar(node, kind)
+
+    def _scalar(self, node: yaml.Node, kind: str) -> Any:
         if kind == "timestamp":
             return node.value  # a date is a text here
-        if kind not in ("null", "bool", "int", "float", "str"):
+        if not isinstance(node, yaml.ScalarNode) or kind not in ("null", "bool", "int", "float", "str"):
             raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag} is not read here", node.start_mark)
         try:
             return self._scalars.construct_object(node)
