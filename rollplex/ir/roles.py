@@ -115,16 +115,20 @@ class HostCall:
 
     def __call__(self, *args: Any) -> Any:
         traced = next((a for a in args if isinstance(a, Value)), None)
+        if traced is not None:
+            return traced.tracer.record(ops.host, self._name(traced.tracer), *args, returns=self.returns)
         if isinstance(self.fn, Handle):
-            if traced is None:
-                self.fn.recorder.refuse(
-                    f"rx.host({self.fn.name}) needs prompts or a rollout", "rx.host(f)(prompts, rollout)"
-                )
-            self.fn.uses.setdefault("host", self.fn.recorder.here())
-            return traced.tracer.record(ops.host, self.fn.name, *args, returns=self.returns)
-        if traced is None:
-            return self.fn(*args)
-        return traced.tracer.record(ops.host, host_name(self.fn, traced.tracer), *args, returns=self.returns)
+            self.fn.recorder.refuse(
+                f"{self.fn!r} needs prompts or a rollout", f"rx.host({self.fn.name})(prompts, rollout)"
+            )
+        return self.fn(*args)
+
+    def _name(self, recorder: Recorder) -> str:
+        """The name of a parameter, noted as a host function, or the address of a function."""
+        if not isinstance(self.fn, Handle):
+            return host_name(self.fn, recorder)
+        self.fn.uses.setdefault("host", recorder.here())
+        return self.fn.name
 
 
 def host_name(fn: Any, recorder: Recorder) -> str:

@@ -47,34 +47,34 @@ class Value(Proxy):
             raise AttributeError(name)
         return self.tracer.attribute(self, name)
 
-    def __bool__(self) -> NoReturn:
-        self.tracer.refuse_data("a decision on", _CONTROL)
+    def __bool__(self) -> bool:
+        raise self.tracer.data_error("a decision on", _CONTROL)
 
-    def __iter__(self) -> NoReturn:
-        self.tracer.refuse_data("iteration over", _LENGTH)
+    def __iter__(self) -> Iterator[Any]:
+        raise self.tracer.data_error("iteration over", _LENGTH)
 
-    def __len__(self) -> NoReturn:
-        self.tracer.refuse_data("the length of", _LENGTH)
+    def __len__(self) -> int:
+        raise self.tracer.data_error("the length of", _LENGTH)
 
-    def __contains__(self, _item: object) -> NoReturn:
-        self.tracer.refuse_data("a search in", _CONTROL)
+    def __contains__(self, _item: object) -> bool:
+        raise self.tracer.data_error("a search in", _CONTROL)
 
-    def __int__(self) -> NoReturn:
-        self.tracer.refuse_data("a Python number of", _NUMBER)
+    def __int__(self) -> int:
+        raise self.tracer.data_error("a Python number of", _NUMBER)
 
-    def __float__(self) -> NoReturn:
-        self.tracer.refuse_data("a Python number of", _NUMBER)
+    def __float__(self) -> float:
+        raise self.tracer.data_error("a Python number of", _NUMBER)
 
-    def __index__(self) -> NoReturn:
-        self.tracer.refuse_data("a Python number of", _NUMBER)
+    def __index__(self) -> int:
+        raise self.tracer.data_error("a Python number of", _NUMBER)
 
     def __setitem__(self, _key: object, _value: object) -> None:
-        self.tracer.refuse(
+        raise self.tracer.error(
             "values are never changed in place", "torch.where(condition, a, b), or x.masked_fill(mask, v)"
         )
 
-    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
-        self.tracer.refuse(f"%{self.node.name} is a value, not a function", "")
+    def __call__(self, *_args: object, **_kwargs: object) -> Any:
+        raise self.tracer.error(f"%{self.node.name} is a value, not a function", "")
 
 
 class Recorder(GraphAppendingTracer):
@@ -147,15 +147,19 @@ class Recorder(GraphAppendingTracer):
 
     # --------------------------------------------------------------------------------------------------- refusing
 
-    def refuse(self, what: str, hint: str) -> NoReturn:
+    def error(self, what: str, hint: str) -> GraphError:
         """A GraphError at the user's line."""
-        raise GraphError(what, where=self.here(), hint=hint)
+        return GraphError(what, where=self.here(), hint=hint)
 
-    def refuse_data(self, what: str, hint: str) -> NoReturn:
-        """Refuse Python code that would need the value of a tensor while the algorithm is being traced."""
+    def data_error(self, what: str, hint: str) -> GraphError:
+        """For Python code that would need the value of a tensor while the algorithm is being traced."""
         where = self.here()
         line = linecache.getline(self.file, where.line).strip()
-        raise GraphError(f"{what} a value that does not exist yet: `{line}`", where=where, hint=hint)
+        return GraphError(f"{what} a value that does not exist yet: `{line}`", where=where, hint=hint)
+
+    def refuse(self, what: str, hint: str) -> NoReturn:
+        """Raise the GraphError."""
+        raise self.error(what, hint)
 
     def _check_torch(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))

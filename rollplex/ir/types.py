@@ -105,7 +105,7 @@ def with_flags(value: Type, attached: bool, response_dependent: bool) -> Type:
 
 
 def dim_sizes(job: Any, data_parallel: int = 1) -> dict[str, int]:
-    """Lengths of the workload's dims for one data-parallel rank, at their budgets; a model's dims are not among them."""
+    """Lengths of the workload's dims for one data-parallel rank, at their budgets; not those of a model."""
     work = job.workload
     return {
         PROMPT: math.ceil(work.prompts / data_parallel),

@@ -233,7 +233,7 @@ def _flag(node: Node, flag: str) -> bool:
 
 
 def result_type(node: Node, row: TorchOp) -> TensorType:
-    """Run a torch op on meta tensors: the lengths in the result name its dims. Raises GraphError with torch's reason."""
+    """Run a torch op on meta tensors: the lengths in the result name its dims; GraphError has torch's reason."""
     args, kwargs = _meta((node.args, node.kwargs))
     try:
         result = row.run(*args, **kwargs)
