@@ -186,6 +186,8 @@ def test_a_full_slot_is_refused_with_amounts_and_never_grows() -> None:
     )
     assert (pool.used_bytes, pool.slot.nbytes) == (400, 1000)
     pool.put(torch.zeros(138))  # to the last byte
+    with pytest.raises(OutOfMemory, match=r"\(1 bytes\) does not fit"):
+        pool.put(torch.zeros(1, dtype=torch.uint8))
 
 
 def test_reset_gives_the_room_back_and_voids_handles() -> None:
@@ -330,7 +332,8 @@ def test_a_stale_host_copy_cannot_be_fetched() -> None:
 
 def test_drop_is_for_what_is_made_again() -> None:
     for store in (store_of("regenerable"), store_of("boundary", recomputable=True), store_of("phase-local")):
-        store.map("x", "map x")
+        store.filled("x")
+        store.fetch("x", "fetch x")
         store.drop("x", "drop x")
         assert store.ledger.total_bytes == 0
         with refusal("fetch x: x has no valid host copy"):
