@@ -104,10 +104,14 @@ def test_pages_are_locked_or_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch)
     soft.slot("a").view(torch.uint8).fill_(1)  # and it works all the same
 
 
-def test_a_closed_pool_faults() -> None:
-    pool = pool_of(SlotSpec("a", PAGE))
+def test_a_closed_pool_faults_and_is_counted_no_more() -> None:
+    ledger = host_ledger()
+    pool = PinnedPool(MEMORY, [SlotSpec("a", PAGE), SlotSpec("b", 1)], ledger)
     view = pool.slot("a").view(torch.float32)
+    assert ledger.total_bytes == 2 * PAGE
     pool.close()
+    pool.close()
+    assert ledger.total_bytes == 0
     pid = os.fork()
     if pid == 0:
         faulthandler.disable()

@@ -39,6 +39,7 @@ class PinnedPool:
 
         OutOfMemory if they do not fit; PlanError if two overlap or share a name.
         """
+        self._ledger = ledger
         placed = _place(specs, memory.page_bytes)
         _check_apart(placed)
         self._slots = {spec.name: Slot(self, spec.name, offset, spec.nbytes) for spec, offset in placed}
@@ -68,8 +69,11 @@ class PinnedPool:
         return tuple(self._slots.values())
 
     def close(self) -> None:
-        """Give the pages back; a view touched afterwards faults."""
-        self.arena.close()
+        """Give pages and bytes back; a view touched afterwards faults. Safe to call twice."""
+        if self.arena.mapped:
+            self.arena.close()
+            for slot in self.slots():
+                self._ledger.release(slot.name, "free the pinned pool")
 
 
 @dataclass(frozen=True)
