@@ -10,6 +10,7 @@ grpo.trace({"n": 4})          torch.fx.Graph
 from __future__ import annotations
 
 import inspect
+import linecache
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -218,11 +219,18 @@ def _header(algorithm: Algorithm, values: Mapping[str, Any]) -> str:
     return f"{algorithm.name}{inspect.Signature(shown)}"
 
 
+def _def_line(fn: Callable[..., Any]) -> int:
+    """The line of the `def`: a function's first line is that of its first decorator."""
+    first, file = fn.__code__.co_firstlineno, fn.__code__.co_filename
+    lines = linecache.getlines(file)[first - 1 :]
+    return first + next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+
+
 def algorithm(fn: Callable[..., Any]) -> Algorithm:
     """Make an algorithm of a function `(prompts, *, roles and host functions, parameters=defaults)`."""
     if not inspect.isfunction(fn):
         raise GraphError(f"rx.algorithm needs a function, not {fn!r}", hint="@rx.algorithm above a def")
-    where = Loc(Path(fn.__code__.co_filename).name, fn.__code__.co_firstlineno)
+    where = Loc(Path(fn.__code__.co_filename).name, _def_line(fn))
     parameters = list(inspect.signature(fn).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keyword = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
