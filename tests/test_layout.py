@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -102,16 +103,13 @@ def cheapest(classes: Sequence[WeightClass]) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_solver_is_optimal_on_small_instances(seed: int) -> None:
     """Random classes with random options: the CP-SAT optimum equals the minimum over all combinations."""
-    import random
-
     rng = random.Random(seed)
-    classes = [
-        WeightClass(
-            f"c{i}", (), 0, True,
-            tuple(Option(f"o{j}", "", rng.randrange(5) << 20, rng.randrange(5) << 20) for j in range(rng.randint(1, 4))),
-        )
-        for i in range(rng.randint(1, 5))
-    ]  # fmt: skip
+
+    def option(j: int) -> Option:
+        return Option(f"o{j}", "", rng.randrange(5) << 20, rng.randrange(5) << 20)
+
+    options = [tuple(option(j) for j in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 5))]
+    classes = [WeightClass(f"c{i}", (), 0, True, o) for i, o in enumerate(options)]
     model, _, objectives = build(classes, 4, 2)
     solution = minimise(model, "layout", objectives, seconds=10, seed=0)
     assert solution is not None

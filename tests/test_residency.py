@@ -9,7 +9,7 @@ import pytest
 
 from rollplex.ir.job import Job, load_job
 from rollplex.passes.costs import Costs
-from rollplex.passes.residency import UNIT, Data, Model, Residency, read
+from rollplex.passes.residency import UNIT, Data, Model, Place, Residency, read
 from rollplex.passes.schedule import Call, Schedule, windows_of
 from rollplex.passes.solver import minimise
 from rollplex.passes.state import START, Lifetimes, StateObject
@@ -24,6 +24,7 @@ CALLS = [
     Call("update", "actor", "update", True),
 ]
 GIB = 2**30
+BOTH: frozenset[Place] = frozenset({"hbm", "host"})
 
 
 def schedule(kind: str) -> Schedule:
@@ -97,13 +98,18 @@ def score(data: Data, at: dict[tuple[str, str], str]) -> tuple[int, ...]:
 def random_objects(rng: random.Random, names: tuple[str, ...]) -> tuple[StateObject, ...]:
     """A frozen weight, a streamed permanent state, a saved state, and one fixed object, of random sizes."""
     size = lambda: rng.randint(1, 30) * GIB  # noqa: E731
-    places = [("hbm",), ("host",), ("hbm", "host"), ("hbm", "host", "dropped"), ("dropped", "host")]
+    places: list[tuple[Place, ...]] = [
+        ("hbm",),
+        ("host",),
+        ("hbm", "host"),
+        ("hbm", "host", "dropped"),
+        ("dropped", "host"),
+    ]
     first = rng.randrange(len(names) - 1)
-    both = frozenset({"hbm", "host"})
     return (
         StateObject("frozen", "", "regenerable", "reference", size(), {names[0]: "hbm", rng.choice(names[1:]): "hbm"},
-                    host_backed=True, options=both),
-        StateObject("state", "", "permanent", "actor", size(), {rng.choice(names): "stream"}, options=both),
+                    host_backed=True, options=BOTH),
+        StateObject("state", "", "permanent", "actor", size(), {rng.choice(names): "stream"}, options=BOTH),
         StateObject("saved", "", "phase-local", "actor", size(), {names[first]: "stream", names[-1]: "stream"},
                     produced=names[first], recomputable=True, options=frozenset(rng.choice(places))),
         StateObject("fixed", "", "phase-local", "actor", size(), {names[1]: "hbm"}, produced=names[1]),
@@ -129,9 +135,7 @@ def lone(o: StateObject, job: Job, kind: str = "rollplex") -> Residency:
 def test_a_permanent_object_stays_at_the_host_when_hbm_is_short() -> None:
     """[ 40 GiB of state ] in [ 30 GiB of HBM ]: host everywhere, nothing over capacity."""
     names = schedule("rollplex").names()
-    state = StateObject(
-        "state", "", "permanent", "actor", 40 * GIB, {names[-2]: "stream"}, options=frozenset({"hbm", "host"})
-    )
+    state = StateObject("state", "", "permanent", "actor", 40 * GIB, {names[-2]: "stream"}, options=BOTH)
     found = lone(state, load_job(JOB, ["cluster.capacity_gib=30"]))
     assert set(found.places["state"].values()) == {"host"}
     assert not found.over_hbm
@@ -140,9 +144,7 @@ def test_a_permanent_object_stays_at_the_host_when_hbm_is_short() -> None:
 def test_what_fits_stays_in_hbm_and_moves_nothing() -> None:
     """[ 20 GiB of state ] in [ 79 GiB ]: no transfer is the least exposed time."""
     names = schedule("rollplex").names()
-    state = StateObject(
-        "state", "", "permanent", "actor", 20 * GIB, {names[-2]: "stream"}, options=frozenset({"hbm", "host"})
-    )
+    state = StateObject("state", "", "permanent", "actor", 20 * GIB, {names[-2]: "stream"}, options=BOTH)
     found = lone(state, load_job(JOB))
     assert set(found.places["state"].values()) == {"hbm"}
     assert found.moved_bytes == 0
@@ -160,7 +162,7 @@ def test_start_is_cyclic() -> None:
     """A frozen weight used in the first and the fourth window: the iteration ends with it where it begins."""
     names = schedule("rollplex").names()
     weights = StateObject("w", "", "regenerable", "reference", 8 * GIB, {names[0]: "hbm", names[3]: "hbm"},
-                          produced=START, host_backed=True, options=frozenset({"hbm", "host"}))  # fmt: skip
+                          produced=START, host_backed=True, options=BOTH)  # fmt: skip
     places = lone(weights, load_job(JOB)).places["w"]
     assert set(places) == set(names)
     assert places[names[0]] == places[names[3]] == "hbm"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rollplex.backends.facts import load_facts
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
@@ -24,7 +26,7 @@ from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
 from rollplex.passes.records import graph_records, host_names, loss_plan
 from rollplex.passes.residency import Residency
-from rollplex.passes.schedule import Schedule
+from rollplex.passes.schedule import Phase, Schedule
 from rollplex.passes.share_policy import SharePolicy
 from rollplex.passes.state import START, Lifetimes, StateObject
 from rollplex.passes.work import patches
@@ -127,7 +129,7 @@ def _planned(module: Module, o: StateObject, names: tuple[str, ...]) -> PlannedO
     return PlannedObject(
         name=o.name,
         title=o.title,
-        class_=o.class_,
+        **{"class": o.class_},
         role=o.role,
         process=o.process,
         readers=o.readers,
@@ -150,7 +152,7 @@ def window_summaries(module: Module, objects: list[PlannedObject]) -> list[Windo
     return [_window(w.name, w.phase, seconds[w.name], objects) for w in module[Schedule].windows]
 
 
-def _window(name: str, phase: str, seconds: float, objects: list[PlannedObject]) -> WindowSummary:
+def _window(name: str, phase: Phase, seconds: float, objects: list[PlannedObject]) -> WindowSummary:
     def at(place: Place) -> list[PlannedObject]:
         return [o for o in objects if o.residency[name] == place]
 
@@ -158,7 +160,7 @@ def _window(name: str, phase: str, seconds: float, objects: list[PlannedObject])
     host = sum(o.bytes for o in objects if o.host_backed or o.residency[name] == "host")
     return WindowSummary(
         name=name, phase=phase, seconds=round(seconds, 6), hbm_bytes=sum(held.values()), host_bytes=host, by_object=held
-    )  # type: ignore[arg-type]
+    )
 
 
 def warnings(module: Module) -> list[str]:
@@ -202,7 +204,11 @@ def explain(summary: Summary, remedies: tuple[Remedy, ...] = ()) -> Infeasible |
 
 
 def _infeasible(
-    window: str, resource: str, shortfall: int, live: list[tuple[str, int]], remedies: tuple[Remedy, ...]
+    window: str,
+    resource: Literal["hbm", "host"],
+    shortfall: int,
+    live: list[tuple[str, int]],
+    remedies: tuple[Remedy, ...],
 ) -> Infeasible:
     objects = tuple(ObjectBytes(name=n, bytes=b) for n, b in live)
     return Infeasible(window=window, resource=resource, shortfall_bytes=shortfall, objects=objects, remedies=remedies)  # type: ignore[arg-type]

@@ -135,8 +135,12 @@ def _cover(model: cp_model.CpModel, data: Data, count: cp_model.IntVar, units: c
     model.add(product >= total)
     model.add(product - units < total)
     if data.job.optimizer.chunks != "auto":
-        model.add(count <= int(data.job.optimizer.chunks))
-        model.add(count >= min(int(data.job.optimizer.chunks), total) - 1)
+        model.add(count == attainable(total, int(data.job.optimizer.chunks)))
+
+
+def attainable(total: int, chunks: int) -> int:
+    """The number of chunks nearest below the wanted one that equal sizes in whole units can give."""
+    return -(-total // -(-total // min(chunks, total)))
 
 
 def _update_room(model: cp_model.CpModel, data: Data, units: cp_model.IntVar) -> None:

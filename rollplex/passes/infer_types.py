@@ -277,6 +277,7 @@ class InferTypes:
     """Types with named dims for every value; broadcasting by name becomes explicit."""
 
     name: ClassVar[str] = "infer-types"
+    makes: ClassVar[type] = Types
 
     def run(self, module: Module) -> Module:
         """The typed graph, and the fact `Types`."""

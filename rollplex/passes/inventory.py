@@ -254,7 +254,7 @@ class Inventory:
         )  # fmt: skip
         for name, title, copies in (("master", "master weights", 1), ("moments", "Adam moments", 2)):
             yield StateObject(
-                f"{role}.{name}", f"{role} FP{8 * size} {title}", "permanent", role, copies * parameters * size, dict(uses),
+                f"{role}.{name}", f"{role} FP{8 * size} {title}", "permanent", role, copies * parameters * size, uses,
                 always=self.naive, options=options, why="streamed through the update, never discarded",
             )  # fmt: skip
         if not (self.naive or whole):

@@ -1,17 +1,17 @@
 """Where each actor tensor lies so that trainer and rollout engine read one physical copy (paper section 3.3).
 
-    case 1  alias        the training shard is one slab of the rollout shard (or one slab a part, as gate and up)
-    case 2  transpose    a row-parallel [O, I] weight stored as [I, O], so that every shard along I is one slab
-    case 3  rebuild      orders differ: the rollout engine reads a separate buffer, copied and permuted after an update
+    case 1  alias      the training shard is one slab of the rollout shard (or one slab a part, as gate and up)
+    case 2  transpose  a row-parallel [O, I] weight stored as [I, O], so that every shard along I is one slab
+    case 3  rebuild    orders differ: the rollout engine reads a buffer that is copied and permuted in P3
 
 Data        c       weight class (qkv, gate_up, o, down, ..)     o      option of a class, from the engines' row orders
-            B[c,o]  buffer bytes a GPU                           T[c,o] bytes a GPU read or written by layout work a step
+            B[c,o]  buffer bytes a GPU                           T[c,o] bytes a GPU moves for layout in a step
             g       GPU of a training group, = training rank     e, R   rollout engine, rank within it;  q = TP_t / TP_r
 Variables   x[c,o]  class c takes option o                       y[g,e,R]  GPU g hosts rollout rank R of engine e
 Constraints (1)  sum_o x[c,o] = 1                   for each c
             (2)  sum_{e,R} y[g,e,R] = 1             for each g
             (3)  sum_g y[g,e,R] = 1                 for each e, R
-            (4)  y[g,e,R] = 0 unless R = g // q     (the GPU of training rank g holds a slab of rollout rank g // q only)
+            (4)  y[g,e,R] = 0 unless R = g // q     (training rank g owns a slab of rollout rank g // q only)
 Objective   buffer bytes, then layout work, then engine order: sum |e - g mod q| y[g,e,R]
 """
 

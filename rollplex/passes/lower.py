@@ -1,8 +1,8 @@
-"""Lower the schedule to one program of steps for each kind of process: what the runtime executes and the checker replays.
+"""Lower the schedule to one program of steps for each kind of process: what the runtime executes, step by step.
 
-    train        wait prompts | fetch reference.weights | run prefix reference 0 .. | unmap .. | barrier rollout-complete | ..
-    rollout      wait prompts | map rollout.kv | run generate | signal rollout | barrier rollout-complete | unmap .. | ..
-    controller   run load | signal prompts | wait rollout | barrier rollout-complete | run host reward | signal score | ..
+    train        wait prompts | fetch reference.weights | run prefix reference 0 .. | unmap .. | barrier ..
+    rollout      wait prompts | map rollout.kv | run generate | signal rollout | barrier .. | unmap ..
+    controller   run load | signal prompts | wait rollout | barrier .. | run host reward | signal score ..
 
 An object enters at the start of the window that needs it and leaves at the end of the last that does.
 """

@@ -1,6 +1,7 @@
 """The default pipeline: passes in order, each timed, the graph verified after each; then a plan, checked.
 
-infer-types  prefix-split  share-prefix  schedule  layout  lifetimes  residency  chunk-sizes  share-policy  estimate  lower
+infer-types  prefix-split  share-prefix  schedule  layout  lifetimes
+residency    chunk-sizes   share-policy  estimate  lower
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rollplex.ir.dsl import Algorithm
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Plan
+from rollplex.ir.types import RoleKind
 from rollplex.passes.assemble import build_plan
 from rollplex.passes.chunk_sizes import ChunkSizesPass
 from rollplex.passes.estimate import EstimatePass
@@ -76,7 +78,7 @@ def start(algorithm: Algorithm, job: Job) -> Module:
     params = dict(job.algorithm)
     if "n" in algorithm.parameters:
         params.setdefault("n", job.group)
-    roles = {name: "policy" if role.train else "frozen" for name, role in job.roles.items()}
+    roles: dict[str, RoleKind] = {name: "policy" if role.train else "frozen" for name, role in job.roles.items()}
     return Module(algorithm.trace(params, roles), job, algorithm)
 
 

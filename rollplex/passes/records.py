@@ -18,7 +18,7 @@ def graph_records(module: Module) -> tuple[NodeRecord, ...]:
 
 def loss_plan(module: Module) -> LossPlan:
     """The policy's loss by prompt group."""
-    return LossPlan.model_validate(split_loss(module.graph, module.job.policy).model_dump())
+    return split_loss(module.graph, module.job.policy)
 
 
 def host_names(module: Module) -> dict[str, str]:

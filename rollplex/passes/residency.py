@@ -11,7 +11,7 @@ Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w          ove
             up, down[o,w]  o moves host -> HBM / HBM -> host before w        e[k]   exposed seconds      P   peak bytes
 Constraints (1)  h + c + d = 1                                 o, w in A[o]
             (2)  h[o,w] = 1                                    w in N[o]; a place outside F[o] is 0 elsewhere
-            (3)  d[o,w] = d[o,w']                              w, w' in A[o]: what is dropped stays dropped until it is made again
+            (3)  place[o,w] = place[o,w']                      w, w' in A[o], o recomputable: one place for its life
             (4)  sum_o b[o] h[o,w] <= C + over[w]              capacity of HBM
             (5)  sum_o b[o] (c[o,w] or host-backed) <= H + short[w]            capacity of the pinned pool
             (6)  up[o,w] >= h[o,w] - h[o,w-1]                  w-1, w in A[o]
@@ -143,7 +143,9 @@ class Model:
         self.data, self.cp = data, cp_model.CpModel()
         pairs = [(o, w) for o in data.lifetimes.objects for w in data.alive[o.name]]
         places: tuple[Place, ...] = ("hbm", "host", "dropped")
-        self.at = {(o.name, w, p): self.cp.new_bool_var(f"{p}[{o.name},{w}]") for o, w in pairs for p in places}
+        self.at: dict[tuple[str, str, Place], cp_model.IntVar] = {
+            (o.name, w, p): self.cp.new_bool_var(f"{p}[{o.name},{w}]") for o, w in pairs for p in places
+        }
         self.up = {(o.name, w): self.cp.new_bool_var(f"up[{o.name},{w}]") for o, w in pairs}
         self.down = {(o.name, w): self.cp.new_bool_var(f"down[{o.name},{w}]") for o, w in pairs}
         total = sum(o.nbytes for o in data.lifetimes.objects) // UNIT + 1

@@ -65,6 +65,7 @@ class SharePrefix:
     """One prefix for each prompt group; the boundary is read once for each response."""
 
     name: ClassVar[str] = "share-prefix"
+    makes: ClassVar[type] = SharedPrefixes
 
     def run(self, module: Module) -> Module:
         """The graph with `readers` on every boundary, and the fact `SharedPrefixes`."""

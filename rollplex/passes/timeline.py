@@ -12,7 +12,7 @@ from rollplex.passes.work import role_work, trained_parameters
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds of compute by window, without transfers; `prefix_s` is standalone, `overlap_s` under the sharing policy."""
+    """Seconds of compute by window, without transfers; `overlap_s` is prefix time under the sharing policy."""
 
     compute: dict[str, float]
     idle_s: float

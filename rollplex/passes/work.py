@@ -10,7 +10,7 @@ from rollplex.ir.models import Part
 
 
 def patches(job: Job) -> int:
-    """Vision patches of one prompt in the worst case: the processor's bound where the job states it, else all tokens."""
+    """Vision patches of one prompt at most: the processor's bound where the job states it, else all tokens."""
     vision, load = job.spec.vision, job.workload
     if vision is None:
         return 0
