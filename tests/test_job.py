@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from job_texts import GOOD, edited, tiny, write
+from pydantic import BaseModel
 
+from rollplex.ir import job_schema
 from rollplex.ir.job import Job, load_job
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "jobs"
@@ -149,3 +153,27 @@ def test_notes_tell_of_repeated_kv_heads_and_estimated_capacity(tmp_path: Path) 
     repeated, _, _, capacity = load_job(write(tmp_path, text)).notes()
     assert repeated == "roles.actor.train: each of the 2 KV heads is held 4 times"
     assert capacity.startswith("H20: usable memory 94.6 GiB is estimated")
+
+
+def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """A section's class and those of everything below it."""
+    schema = json.dumps(model.model_json_schema())
+    below = [s for s in vars(job_schema).values() if isinstance(s, type) and issubclass(s, BaseModel)]
+    return [model, *(s for s in below if f'"{s.__name__}"' in schema)]
+
+
+def test_every_key_says_what_it_means() -> None:
+    assert len(sections(Job)) == 13
+    for section in sections(Job):
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"
+
+
+def test_reading_a_job_loads_neither_torch_nor_a_solver() -> None:
+    program = (
+        "import sys; from rollplex.ir.job import load_job; from rollplex.ir.models import load_model;"
+        f"load_job({str(EXAMPLES / 'qwen2_5_vl_32b_h800x8.yaml')!r});"
+        "print([m for m in ('torch', 'transformers', 'ortools', 'networkx', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

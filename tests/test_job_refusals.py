@@ -356,3 +356,8 @@ def test_a_config_that_is_not_json_is_refused_with_both_places(tmp_path: Path) -
     tiny(tmp_path)
     (tmp_path / "tiny" / "config.json").write_text("{")
     assert f"job.yaml:1: {tmp_path / 'tiny' / 'config.json'}:1: not JSON" in str(refusal(tmp_path, TINY))
+
+
+@pytest.mark.parametrize("name", ["~nobody/model", "a\\0b", "x" * 5000])
+def test_an_impossible_path_is_just_no_model(name: str, tmp_path: Path) -> None:
+    assert "neither in the registry nor a path" in str(refusal(tmp_path, GOOD, f'model.name="{name}"'))

@@ -6,6 +6,7 @@ job = load_job("examples/jobs/qwen2_5_vl_32b_h800x8.yaml", overrides=["schedule=
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -77,7 +78,9 @@ class Job(Section):
         if config is None:
             spec = load_model(self.model.name)
         else:
-            spec = spec_from_config(config, model_label(path), config_file(path) if path.exists() else "model.config")
+            spec = spec_from_config(
+                config, model_label(path), config_file(path) if os.path.exists(path) else "model.config"
+            )
         return replace(spec, vocab_multiple=1) if self.on_host else spec
 
     @cached_property

@@ -8,6 +8,7 @@ job.yaml:14: unknown key `tensor_paralel`
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def _resolve_paths(data: dict[str, Any], base: Path, where: _Locator, problems: 
 
 
 def _resolve(base: Path, text: str) -> Path:
-    return (base / Path(text).expanduser()).resolve()
+    return Path(os.path.abspath(base / os.path.expanduser(text)))  # unlike pathlib, never raises
 
 
 def _embed_config(data: dict[str, Any], base: Path) -> None:
@@ -129,7 +130,7 @@ def _embed_config(data: dict[str, Any], base: Path) -> None:
     if not isinstance(name, str) or registry_name(name):
         return
     path = _resolve(base, name)
-    if name and path.exists() and model.get("config") is None:
+    if name and os.path.exists(path) and model.get("config") is None:
         data["model"] = {**model, "name": str(path), "config": read_config(config_file(path))}
 
 

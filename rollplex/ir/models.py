@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
@@ -39,8 +40,8 @@ def load_model(name_or_path: str) -> ModelSpec:
     """The model of this registry name (any case), Hugging Face directory, or config.json file."""
     if name := registry_name(name_or_path):
         return _from_registry(name)
-    path = Path(name_or_path).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.exists(path):
         return spec_from_config(read_config(path), model_label(path), config_file(path))
     raise JobError(f"no model `{name_or_path}`: neither in the registry nor a path", hint=_near(name_or_path))
 
