@@ -1,7 +1,8 @@
 """How finely work is cut: optimizer chunks, responses a suffix step (paper section 3.2, chunked update).
 
 Data        P       parameters a rank updates        s    chunks in flight (load, update, return)
-            B       bytes of one parameter in flight: gradient, master weight and two moments
+            B       bytes of one parameter in flight: gradient, master weight and two moments; where all of them are
+                    resident the update is in place (s = 1) and B is what Adam itself allocates
             R[w]    room: capacity less what residency holds in window w, workspaces left out
             M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces in w with m responses a step
             a, L    microseconds of one element through the host link (zero where the state is resident), of one launch
@@ -27,7 +28,7 @@ from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import ChunkSummary, Microbatches, OptimizerChunks, SolverResult
 from rollplex.passes.costs import Costs
-from rollplex.passes.inventory import MIN_CHUNKS, chunk_bytes_per_element, pages
+from rollplex.passes.inventory import MIN_CHUNKS, chunk_bytes_per_element, pages, state_itemsize
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Objective, Solution, minimise
@@ -36,6 +37,8 @@ from rollplex.passes.work import trained_parameters
 
 ALIGN = 64
 """Chunks begin at multiples of this many elements, so that vector kernels see the same lanes for any chunk size."""
+IN_PLACE_COPIES = 2
+"""Temporaries of Adam on resident state, in elements: the update's numerator and denominator."""
 LAUNCH_US = 300
 MAX_CHUNKS = 4096
 
@@ -80,13 +83,14 @@ def gather(module: Module) -> Data:
         for w in schedule.names()
     }
     update = schedule.names("update")[0]
-    streamed = residency.place(f"{job.policy}.master", update) == "host"
+    state = [f"{job.policy}.{name}" for name in ("master", "moments", "gradients")]
+    streamed = any(residency.place(name, update) == "host" for name in state)
     ns = Costs(job).link_s(3 * chunk_bytes_per_element(job) // 4) * 1e9 if streamed else 0
     return Data(
         job=job,
         parameters=trained_parameters(job, job.policy),
-        in_flight=job.optimizer.in_flight,
-        element_bytes=chunk_bytes_per_element(job),
+        in_flight=job.optimizer.in_flight if streamed else 1,
+        element_bytes=chunk_bytes_per_element(job) if streamed else IN_PLACE_COPIES * state_itemsize(job),
         room=room,
         choices=lifetimes.choices,
         windows_of={o.name: tuple(o.uses) for o in lifetimes.objects},
@@ -181,7 +185,10 @@ def read(data: Data, variables: Variables, solution: Solution) -> Chunks:
     chosen = next(c for c in data.choices if solution.true(variables.step[c.responses]))
     sizes = dict(chosen.nbytes) | ({} if data.whole else {"optimizer.workspace": workspace})
     optimizer = OptimizerChunks(
-        count=count, elements=elements, bytes=elements * data.element_bytes, workspace_bytes=workspace
+        count=count,
+        elements=elements,
+        bytes=elements * chunk_bytes_per_element(data.job),
+        workspace_bytes=workspace,
     )
     microbatch = Microbatches(prefix_prompts=1, suffix_responses=chosen.responses, workspace_bytes=dict(chosen.nbytes))
     return Chunks(ChunkSummary(optimizer=optimizer, microbatch=microbatch), sizes, solution.results)
