@@ -277,6 +277,13 @@ def test_a_misspelt_key_does_not_hide_what_has_nothing_to_do_with_it(tmp_path: P
     assert [problem.where for problem in refusal(tmp_path, text).problems] == ["job.yaml:11", "job.yaml:3"]
 
 
+def test_wrong_degrees_do_not_hide_a_wrong_batch(tmp_path: Path) -> None:
+    error = refusal(tmp_path, GOOD, "roles.actor.rollout.tensor_parallel=32", "workload.prompts=33", "cluster.nodes=2")
+    rollout = "--set roles.actor.rollout.tensor_parallel=32"
+    assert [problem.where for problem in error.problems] == [rollout] * 3 + ["--set workload.prompts=33"] * 2
+    assert "q = 8 / 32 = 1/4" in str(error)
+
+
 # ---- overrides
 
 
@@ -355,7 +362,9 @@ def test_a_broken_config_is_told_beside_the_jobs_own_problems(tmp_path: Path) ->
 def test_a_config_that_is_not_json_is_refused_with_both_places(tmp_path: Path) -> None:
     tiny(tmp_path)
     (tmp_path / "tiny" / "config.json").write_text("{")
-    assert f"job.yaml:1: {tmp_path / 'tiny' / 'config.json'}:1: not JSON" in str(refusal(tmp_path, TINY))
+    error = refusal(tmp_path, TINY)
+    assert str(error).startswith(f"job.yaml:1: {tmp_path / 'tiny' / 'config.json'}:1: not JSON")
+    assert len(error.problems) == 1
 
 
 @pytest.mark.parametrize("name", ["~nobody/model", "a\\0b", "x" * 5000])

@@ -207,6 +207,7 @@ def test_a_near_miss_is_suggested() -> None:
 
 REFUSED = {
     "no model": ("{", "config.json:1: not JSON"),
+    "a number beyond bounds": ("9" * 5000, "cannot read it: Exceeds the limit"),
     "a list": ([], "expected an object with the model's fields, found list"),
     "no type": ({}, "field `model_type` is missing"),
     "other family": ({"model_type": "gpt2"}, "model_type `gpt2` is not supported"),

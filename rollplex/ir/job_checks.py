@@ -206,10 +206,9 @@ def _visual(job: Job) -> Iterator[Finding]:
 
 def _batches(job: Job) -> Iterator[Finding]:
     prompts = job.workload.prompts
-    ways = {f"{name}'s {job.data_parallel(name)} data-parallel ranks": job.data_parallel(name) for name in job.roles}
-    ways = {f"the {job.engines} rollout engines": job.engines, **ways}
-    if not all(ways.values()):
-        return  # fewer GPUs than one copy needs: told by the rule on degrees
+    ways = {f"the {job.engines} rollout engines": job.engines}
+    ways |= {f"{name}'s {job.data_parallel(name)} data-parallel ranks": job.data_parallel(name) for name in job.roles}
+    ways = {who: count for who, count in ways.items() if count}  # none: told by the rules on degrees
     step = math.lcm(*ways.values())
     hint = f"a multiple of {step}, such as {max(step, round(prompts / step) * step)}"
     for who, count in ways.items():

@@ -7,6 +7,7 @@ job.yaml:14: unknown key `tensor_paralel`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from rollplex.ir.errors import JobError, Problem
 from rollplex.ir.job import Job
 from rollplex.ir.job_checks import Finding, check_job
 from rollplex.ir.job_keys import explain, locate, nearest
-from rollplex.ir.models import config_file, read_config, registry_name
+from rollplex.ir.models import read_config, registry_name
 from rollplex.ir.yamlsource import KeyPath, YamlSource, parse_value, read_yaml
 
 
@@ -47,7 +48,7 @@ def read_job(path: Path, overrides: tuple[str, ...]) -> Job:
         except ValueError as error:
             problems.append(Problem(str(error), f"--set {text}"))
     where = _Locator(source, tuple(applied))
-    _resolve_paths(data, path.parent, where, problems)
+    _resolve_paths(data, path.parent)
     job, wrong = _validate(data)
     problems += [_problem(error, where) for error in wrong]
     if job is not None:
@@ -102,18 +103,13 @@ def _apply(data: dict[str, Any], text: str) -> Override:
 # ---- paths, which are relative to the job file
 
 
-def _resolve_paths(data: dict[str, Any], base: Path, where: _Locator, problems: list[Problem]) -> None:
+def _resolve_paths(data: dict[str, Any], base: Path) -> None:
     run = data.get("run")
     if isinstance(run, dict):
         for key in ("data", "weights"):
             if isinstance(run.get(key), str):
                 run[key] = str(_resolve(base, run[key]))
-    try:
-        _embed_config(data, base)
-    except JobError as error:
-        problems += [
-            Problem(p.what, f"{where(('model', 'name'))}: {p.where}".rstrip(": "), p.hint) for p in error.problems
-        ]
+    _embed_config(data, base)
 
 
 def _resolve(base: Path, text: str) -> Path:
@@ -130,8 +126,13 @@ def _embed_config(data: dict[str, Any], base: Path) -> None:
     if not isinstance(name, str) or registry_name(name):
         return
     path = _resolve(base, name)
-    if name and os.path.exists(path) and model.get("config") is None:
-        data["model"] = {**model, "name": str(path), "config": read_config(config_file(path))}
+    if not name or not os.path.exists(path):
+        return
+    embedded: dict[str, Any] = {**model, "name": str(path)}
+    if embedded.get("config") is None:
+        with contextlib.suppress(JobError):  # told by the rule that looks the model up
+            embedded["config"] = read_config(path)
+    data["model"] = embedded
 
 
 # ---- validation

@@ -78,7 +78,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise JobError(f"{path} has no config.json", hint="give a Hugging Face model directory") from None
     except json.JSONDecodeError as error:
         raise JobError(f"not JSON: {error.msg}", where=f"{file}:{error.lineno}") from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise JobError(f"cannot read it: {error}", where=file) from None
     if not isinstance(config, dict):
         raise JobError(f"expected an object with the model's fields, found {type(config).__name__}", where=file)
