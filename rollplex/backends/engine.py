@@ -6,12 +6,15 @@ same protocol, and the executor cannot tell them apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollplex.ir.steps import Exchange, Publish, Rebuild, Run, UpdateChunk
+import torch
+from torch import Tensor
+
+from rollplex.ir.steps import Exchange, Rebuild, Run
 
 Values = dict[str, Any]
 
@@ -23,6 +26,23 @@ class EngineReport:
     metrics: dict[str, float] = field(default_factory=dict)
     events: tuple[Any, ...] = ()
     marks: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """What the runtime's optimizer works on: the rank's trained parameters in their flat order, and where they lie.
+
+    `current(name)` is gradients, master or moments as one flat tensor of `dtype`, wherever the plan has it now (it may
+    be longer than needed: pages); `workspace()` is the flat room for chunks in flight, None to update in place.
+    `weights[name]` are the parameters that engines read; a chunk's cast result goes there.
+    """
+
+    role: str
+    sizes: tuple[tuple[str, int], ...]
+    dtype: torch.dtype
+    weights: Mapping[str, Tensor]
+    current: Callable[[str], Tensor]
+    workspace: Callable[[], Tensor | None]
 
 
 class Objects(Protocol):
@@ -97,10 +117,6 @@ class Engine(Tasks, Protocol):
         """All pages are bound: make what depends on them; facts about the engine for the report."""
         ...
 
-    def update_chunk(self, step: UpdateChunk) -> None:
-        """Adam on one chunk, its new weights written into the shared snapshot."""
-        ...
-
     def exchange(self, step: Exchange) -> None:
         """A collective of the rank's group."""
         ...
@@ -109,8 +125,8 @@ class Engine(Tasks, Protocol):
         """Copy and permute the tensors that cannot alias."""
         ...
 
-    def publish(self, step: Publish) -> None:
-        """The snapshot is theta_k+1 now; EngineError if a part of it was not rewritten."""
+    def trained(self) -> TrainedState | None:
+        """What the optimizer of this rank works on; None for a rank that trains nothing."""
         ...
 
     def finish(self) -> EngineReport:

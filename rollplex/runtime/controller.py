@@ -74,12 +74,12 @@ class Controller:
 
     # ---- the life of a run
 
-    def start(self, ledgers: Callable[[], Sequence[int]], threads: int) -> None:
+    def start(self, ledgers: Callable[[], Sequence[int]]) -> None:
         """Assign every process its program; returns when all engines are ready. `ledgers` makes fresh descriptors."""
         self.progress(Started({process: member.pid for process, member in self.crew.members.items()}))
         plan = self.plan.model_dump(mode="json", by_alias=True)
         for process in self.crew.members:
-            self.crew.post(process, Assign(process, plan, threads, self.silent_s), ledgers())
+            self.crew.post(process, Assign(process, plan), ledgers())
         self.pump(lambda: self.facts.keys() == self.crew.members.keys())
         for member in self.crew.members.values():
             member.silence.limit_s = self.silent_s

@@ -44,8 +44,6 @@ class Assign:
 
     process: ProcessId
     plan: dict[str, Any]
-    threads: int
-    silent_s: float
 
 
 @dataclass(frozen=True)

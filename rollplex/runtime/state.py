@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollplex.backends.engine import Engine, Tasks, Values
+from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Step
 from rollplex.runtime.link import Link
 from rollplex.runtime.protocol import ProcessId
+from rollplex.runtime.update import StreamedUpdate
 
 
 @dataclass
@@ -21,6 +23,7 @@ class ProcessState:
     link: Link
     tasks: Tasks
     engine: Engine | None = None
+    update: StreamedUpdate | None = None
     iteration: int = -1
     window: str = ""
     values: Values = field(default_factory=dict)
@@ -32,11 +35,20 @@ class ProcessState:
         assert self.engine is not None, f"{self.process} holds no objects"
         return self.engine
 
+    @property
+    def optimizer(self) -> StreamedUpdate:
+        """The optimizer, for steps that only a training rank has."""
+        assert self.update is not None, f"{self.process} trains nothing"
+        return self.update
 
-def engine_state(process: ProcessId, plan: Plan, link: Link, engine: Engine) -> ProcessState:
+
+def engine_state(process: ProcessId, plan: Plan, job: Job, link: Link, engine: Engine) -> ProcessState:
     """The state of an engine process before its first iteration: what the plan says is there is produced."""
     there = {o.name for o in plan.summary.objects if o.start == "hbm" and process.kind in (o.process, *o.readers)}
-    return ProcessState(process, plan.programs[process.kind], link, engine, engine, produced=there)
+    trained = engine.trained()
+    elements = plan.summary.chunks.optimizer.elements
+    update = StreamedUpdate(job.optimizer, trained, elements) if trained else None
+    return ProcessState(process, plan.programs[process.kind], link, engine, engine, update, produced=there)
 
 
 def take(values: Mapping[str, object], names: Sequence[str]) -> Values:

@@ -7,13 +7,16 @@ process' log.
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from rollplex.backends.engine import Engine
+from rollplex.backends.engine import Engine, EngineReport
 from rollplex.ir.errors import Problem, RollplexError
+from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan, parse_plan
 from rollplex.runtime.channel import Channel, Closed
 from rollplex.runtime.crew import START_S
@@ -55,12 +58,12 @@ def _serve(link: ChildLink) -> None:
     assign, fds = link.command()
     assert isinstance(assign, Assign), f"the first command is {assign}"
     plan = parse_plan(assign.plan)
-    link.silent_after(assign.silent_s)
-    torch.set_num_threads(assign.threads)
-    torch.use_deterministic_algorithms(True)
-    engine = build_engine(plan, assign.process, fds)
+    job = Job.model_validate(plan.job)
+    link.silent_after(job.run.silent_s)
+    be_deterministic(job.run.threads)
+    engine = build_engine(plan, job, assign.process, fds)
     try:
-        state = engine_state(assign.process, plan, link, engine)
+        state = engine_state(assign.process, plan, job, link, engine)
         _share(link, plan, state)
         link.send(Ready(engine.ready()))
         while _obey(link, state):
@@ -69,10 +72,18 @@ def _serve(link: ChildLink) -> None:
         engine.close()
 
 
-def build_engine(plan: Plan, process: ProcessId, fds: list[int]) -> Engine:
+def be_deterministic(threads: int) -> None:
+    """The same bits for the same input: no nondeterministic kernel, a fixed number of threads."""
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    fill_memory: Any = torch.utils.deterministic
+    fill_memory.fill_uninitialized_memory = False  # costs time, and our results do not read what they did not write
+
+
+def build_engine(plan: Plan, job: Job, process: ProcessId, fds: list[int]) -> Engine:
     """The backend's engine for this process; `fds` are the ledgers of the device and of the host."""
     backend = import_module(f"rollplex.backends.{plan.processes[process.kind].engine}.engine")
-    return backend.build(plan, process.kind, process.rank, fds)
+    return backend.build(plan, job, process.kind, process.rank, fds)
 
 
 def _share(link: ChildLink, plan: Plan, state: ProcessState) -> None:
@@ -91,14 +102,19 @@ def _obey(link: ChildLink, state: ProcessState) -> bool:
     match command:
         case Begin(iteration):
             run_iteration(state, iteration)
-            link.send(Finished(iteration, state.memory.finish()))
+            link.send(Finished(iteration, _report(state)))
         case Ask("save", path):
             state.memory.save(Path(path))
             link.send(Answer("save", {"path": path}))
         case Ask("digests"):
-            link.send(Answer("digests", state.memory.digests()))
+            link.send(Answer("digests", state.memory.digests() | (state.update.digests() if state.update else {})))
         case Stop():
             return False
         case _:
             raise AssertionError(f"not a command: {command}")
     return True
+
+
+def _report(state: ProcessState) -> EngineReport:
+    report = state.memory.finish()
+    return replace(report, metrics=report.metrics | (state.update.metrics if state.update else {}))

@@ -1,0 +1,44 @@
+"""The prompts of one step as a value that travels: a sequence of `Prompt` with the fields of the graph's `Prompts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rollplex.backends.host.prompts import Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBatch:
+    """Prompts of a step; `eos` are the token ids that end a response.
+
+    As graph values: tokens and mask [prompt, token], padded on the right; lengths [prompt].
+    """
+
+    prompts: tuple[Prompt, ...]
+    eos: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+    @property
+    def tokens(self) -> Tensor:
+        return pad_sequence([p.input_ids for p in self.prompts], batch_first=True)
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(p.input_ids) for p in self.prompts])
+
+    @property
+    def mask(self) -> Tensor:
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]

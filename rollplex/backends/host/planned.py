@@ -1,0 +1,161 @@
+"""The planned objects of one host process: arenas for what has bytes of its own, reservations for temporaries.
+
+in an arena      weights, boundary, saved state, KV, gradients, master, moments, optimizer workspace
+reserved only    workspaces and activations: torch allocates them, the ledger counts them, `measure` says how much
+in the pool      what the plan puts on the host in some window, and what starts there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from rollplex.backends.host.ledger import Event, Ledger, Mark
+from rollplex.backends.host.live import LiveBytes
+from rollplex.backends.host.memory import HostArena, HostMemory
+from rollplex.backends.host.objects import ObjectStore, StoredObject
+from rollplex.backends.host.pinned import PinnedPool, SlotSpec
+from rollplex.ir.plan import Plan, PlannedObject
+
+_TEMPORARY = ("prefix_workspace", "score_workspace", "activations", "runtime")
+IDLE = ""  # the window between two iterations
+
+
+def is_temporary(name: str) -> bool:
+    """Whether an object is a bound on what torch allocates in a window, not memory that we hand out."""
+    return name.rpartition(".")[2] in _TEMPORARY
+
+
+def in_pool(o: PlannedObject) -> bool:
+    """Whether an object needs a slot of the pinned pool."""
+    return o.host_backed or o.start == "host" or "host" in o.residency.values()
+
+
+class PlannedObjects:
+    """`Objects` of one process: executes residency steps, and gives tensors over what it holds."""
+
+    def __init__(self, plan: Plan, kind: str, process: str, fds: Sequence[int]) -> None:
+        """`fds` are the ledgers of the device and of the host; they are taken over."""
+        self.ledger = Ledger.attach(fds[0], process=process)
+        self._host_ledger = Ledger.attach(fds[1], process=process)
+        self._memory = HostMemory()
+        self.owned = {o.name: o for o in plan.summary.objects if o.process == kind}
+        self.imported = {o.name: o for o in plan.summary.objects if kind in o.readers}
+        self._store = ObjectStore(self.ledger)
+        self._reserved: set[str] = set()
+        known = [*self.owned.values(), *self.imported.values()]
+        self._arenas: dict[str, HostArena] = {
+            o.name: self._memory.reserve(o.name, o.bytes) for o in known if not is_temporary(o.name)
+        }
+        self.pool = self._make_pool()
+        self._store.add(self._stored(o) for o in known if not is_temporary(o.name))
+
+    # ---- what the executor asks for
+
+    def map(self, name: str, step: str) -> None:
+        if not is_temporary(name):
+            return self._store.map(name, step)
+        self.ledger.acquire(name, self.owned[name].bytes, step)
+        self._reserved.add(name)
+
+    def unmap(self, name: str, step: str) -> None:
+        if not is_temporary(name):
+            return self._store.unmap(name, step)
+        self.ledger.release(name, step)
+        self._reserved.discard(name)
+
+    def fetch(self, name: str, step: str) -> None:
+        self._store.fetch(name, step)
+
+    def offload(self, name: str, step: str) -> None:
+        self._store.offload(name, step)
+
+    def drop(self, name: str, step: str) -> None:
+        if is_temporary(name):
+            return self.unmap(name, step)
+        self._store.drop(name, step)
+
+    def mapped(self, name: str) -> bool:
+        return name in self._reserved if is_temporary(name) else self._store.mapped(name)
+
+    def on_host(self, name: str) -> bool:
+        return self._store[name].slot is not None
+
+    def wrote(self, names: Sequence[str], step: str) -> None:
+        self._store.wrote(*(name for name in names if not is_temporary(name)), step=step)
+
+    def window(self, name: str) -> None:
+        self.ledger.mark(name)
+        self._host_ledger.mark(name)
+
+    # ---- what the engine asks for
+
+    def start(self) -> None:
+        """Map what the plan has in HBM when an iteration starts."""
+        for o in self.owned.values():
+            if o.start == "hbm":
+                self.map(o.name, "start")
+
+    def export(self) -> dict[str, list[int]]:
+        """Descriptors of the pages that other processes read."""
+        return {o.name: self._arenas[o.name].export() for o in self.owned.values() if o.readers}
+
+    def adopt(self, name: str, fds: Sequence[int], owner: str) -> None:
+        """Bind another process' pages, read-only."""
+        self._store.adopt(name, fds, owner, "start")
+
+    def has(self, name: str) -> bool:
+        """Whether this process knows the object."""
+        return name in self._arenas
+
+    def pages(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The object as one flat tensor over its address range; touchable while it is mapped."""
+        arena = self._arenas[name]
+        return arena.view(0, (arena.nbytes // dtype.itemsize,), dtype)
+
+    def slot(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The object's place in the pinned pool as one flat tensor."""
+        return self.pool.slot(name).view(dtype)
+
+    def current(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The object where it is now: its pages if it has any, else its slot."""
+        return self.pages(name, dtype) if self.mapped(name) else self.slot(name, dtype)
+
+    def holds(self, *names: str) -> None:
+        """The engine has written initial values: into the slot of each object that is not mapped."""
+        self._store.filled(*(name for name in names if not self.mapped(name)))
+
+    def inodes(self) -> dict[str, list[int]]:
+        """Inodes of shared pages: equal in two processes that hold the same physical copy."""
+        shared = [*(o.name for o in self.owned.values() if o.readers), *self.imported]
+        return {name: self._arenas[name].inodes() for name in shared if self.mapped(name)}
+
+    @contextmanager
+    def measure(self, names: Sequence[str], step: str) -> Iterator[None]:
+        """Measure the working memory of the block inside the temporaries among `names`."""
+        temporary = [name for name in names if is_temporary(name)]
+        if not temporary:
+            yield
+            return
+        with LiveBytes() as live:
+            yield
+        self.ledger.touch(temporary[0], live.peak_bytes, step)
+
+    def take_log(self) -> tuple[list[Event], list[Mark]]:
+        """The device's log since the last call."""
+        return self.ledger.take_log()
+
+    def close(self) -> None:
+        """Let everything go."""
+        self._store.close()
+        self.pool.close()
+
+    def _make_pool(self) -> PinnedPool:
+        specs = [SlotSpec(o.name, o.bytes) for o in self.owned.values() if in_pool(o)]
+        return PinnedPool(self._memory, specs, self._host_ledger)
+
+    def _stored(self, o: PlannedObject) -> StoredObject:
+        slot = self.pool.slot(o.name) if o.name in self.owned and in_pool(o) else None
+        return StoredObject(o.name, o.class_, o.bytes, self._arenas[o.name], slot, o.recomputable)

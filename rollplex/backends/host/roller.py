@@ -1,0 +1,120 @@
+"""The rollout rank on a host: samples with a KV cache from the very pages that the training rank writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollplex.backends.digest import digest
+from rollplex.backends.engine import EngineReport, TrainedState, Values
+from rollplex.backends.host.batch import PromptBatch
+from rollplex.backends.host.placement import DTYPES
+from rollplex.backends.host.planned import PlannedObjects
+from rollplex.backends.host.replica import Replica
+from rollplex.backends.host.rollout import Rollout, generate
+from rollplex.ir.job import Job
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Exchange, Rebuild, Run
+
+KV = "rollout.kv"
+
+
+class RolloutEngine:
+    """`Engine` of a rollout rank; its weights are imported, read-only, and never copied."""
+
+    def __init__(self, plan: Plan, job: Job, process: str, fds: Sequence[int]) -> None:
+        self.job = job
+        self.dtype = DTYPES[job.model.dtype]
+        self._owner = f"train {process.rpartition(' ')[2]}"
+        self._objects = PlannedObjects(plan, "rollout", process, fds)
+        self._replica = Replica(job, job.policy, self._objects, trained=False)
+        self._generator = torch.Generator()
+        self._sampled: str = ""
+        self._metrics: dict[str, float] = {}
+        self._measuring = True
+        self._objects.start()
+
+    @property
+    def objects(self) -> PlannedObjects:
+        return self._objects
+
+    def export(self) -> dict[str, list[int]]:
+        return self._objects.export()
+
+    def adopt(self, name: str, fds: Sequence[int]) -> None:
+        self._objects.adopt(name, fds, self._owner)
+
+    def ready(self) -> dict[str, Any]:
+        return {"inodes": self._objects.inodes()}
+
+    def trained(self) -> TrainedState | None:
+        return None
+
+    def begin(self, iteration: int) -> None:
+        self._generator.manual_seed(_mixed(self.job.run.seed, iteration))
+        self._measuring = iteration == 0
+
+    def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
+        assert step.task == "generate", f"{step.task} is no task of a rollout rank"
+        (prompts,) = (inputs[name] for name in step.inputs)
+        started = time.monotonic()
+        with self._objects.measure(step.writes if self._measuring else (), "generate"):
+            rollout = self._generate(prompts)
+        self._note(rollout, time.monotonic() - started)
+        return dict.fromkeys(step.outputs, rollout)
+
+    def exchange(self, step: Exchange) -> None:
+        raise AssertionError("one rollout rank has nobody to exchange with")
+
+    def rebuild(self, step: Rebuild) -> None:
+        raise AssertionError("host engines order every tensor alike")
+
+    def finish(self) -> EngineReport:
+        events, marks = self._objects.take_log()
+        return EngineReport(self._metrics, tuple(events), tuple(marks))
+
+    def save(self, path: Path) -> None:
+        raise AssertionError("the training rank saves")
+
+    def digests(self) -> dict[str, str]:
+        return {"rollouts": self._sampled}
+
+    def close(self) -> None:
+        self._objects.close()
+
+    def _generate(self, prompts: PromptBatch) -> Rollout:
+        job = self.job
+        rollout = generate(
+            self._replica.model,
+            prompts.prompts,
+            job.group,
+            job.workload.response_tokens,
+            job.run.temperature,
+            self._generator,
+            self._objects.pages(KV, self.dtype),
+            eos=prompts.eos,
+        )
+        losses = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return replace(rollout, logprobs=rollout.logprobs.to(losses))
+
+    def _note(self, rollout: Rollout, seconds: float) -> None:
+        tokens = int(rollout.lengths.sum())
+        self._metrics = {
+            "response_tokens": tokens / rollout.lengths.numel(),
+            "rollout_tokens_per_s": tokens / max(seconds, 1e-9),
+        }
+        state = torch.tensor(list(self._sampled.encode()), dtype=torch.uint8)
+        self._sampled = digest(state, rollout.tokens, rollout.lengths, rollout.logprobs)
+
+
+def _mixed(seed: int, iteration: int) -> int:
+    """A seed for one iteration, far from those of its neighbours (splitmix64)."""
+    x = (seed + (iteration + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return (x ^ (x >> 31)) % 2**63

@@ -1,0 +1,225 @@
+"""The training rank on a host: what prefix, suffix, train and prefix_backward mean.
+
+prefix           prompt[:-1] through the role's model -> keys and values into its boundary slot
+suffix           last prompt token and responses over the boundary, detached -> log-probabilities
+train            the same with autograd, the loss of the group, backward into gradients and boundary leaves
+prefix_backward  the boundary's gradient through language prefix, projector and vision tower
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollplex.backends.digest import digest
+from rollplex.backends.engine import EngineReport, TrainedState, Values
+from rollplex.backends.host.loss import StepLoss
+from rollplex.backends.host.placement import DTYPES, config_of, fill, split, trained_tensors
+from rollplex.backends.host.planned import IDLE, PlannedObjects
+from rollplex.backends.host.prefix import PrefixResult, boundary_shape, prefix_backward, run_prefix
+from rollplex.backends.host.replica import Replica
+from rollplex.backends.host.saved import ALIGN, SavedPolicy
+from rollplex.backends.host.suffix import boundary_leaf, suffix_logprobs
+from rollplex.backends.host.weights import save_weights
+from rollplex.ir.job import Job
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Exchange, Rebuild, Run
+
+WORKSPACE = "optimizer.workspace"
+
+
+@dataclass
+class Group:
+    """One prompt group between its prefix and its prefix backward."""
+
+    boundary: dict[str, PrefixResult] = field(default_factory=dict)
+    kv_grad: Tensor | None = None
+
+
+class TrainEngine:
+    """`Engine` of a training rank: holds the trained role and every frozen one."""
+
+    def __init__(self, plan: Plan, job: Job, process: str, fds: Sequence[int]) -> None:
+        self.plan = plan
+        self.job = job
+        self.role = job.policy
+        self.dtype = DTYPES[job.model.dtype]
+        self.state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self._objects = PlannedObjects(plan, "train", process, fds)
+        roles = [name for name, role in job.roles.items() if role.train or role.score]
+        self._replicas = {role: Replica(job, role, self._objects, role == self.role) for role in roles}
+        self._loss = StepLoss(plan)
+        self._groups: dict[int, Group] = {}
+        self._measuring = True
+        self._accumulate()
+        self._objects.start()
+        self._fill()
+
+    # ---- the life of an engine
+
+    @property
+    def objects(self) -> PlannedObjects:
+        return self._objects
+
+    def export(self) -> dict[str, list[int]]:
+        return self._objects.export()
+
+    def adopt(self, name: str, fds: Sequence[int]) -> None:
+        raise AssertionError("a training rank owns what it reads")
+
+    def ready(self) -> dict[str, Any]:
+        return {"inodes": self._objects.inodes(), "pool_locked": self._objects.pool.locked}
+
+    def trained(self) -> TrainedState:
+        sizes = tuple((t.name, t.numel) for t in trained_tensors(self.job, self.role))
+        weights = {name: self._replicas[self.role].weights[name] for name, _ in sizes}
+        return TrainedState(self.role, sizes, self.state_dtype, weights, self._state, self._workspace)
+
+    def begin(self, iteration: int) -> None:
+        self._groups = {m: Group() for m in range(self.job.prompts_per_rank)}
+        self._loss.begin()
+        self._measuring = iteration == 0
+
+    def finish(self) -> EngineReport:
+        self._groups.clear()
+        self._objects.window(IDLE)
+        events, marks = self._objects.take_log()
+        return EngineReport({"loss": self._loss.total}, tuple(events), tuple(marks))
+
+    def save(self, path: Path) -> None:
+        save_weights(path, self._replicas[self.role].weights, config_of(self.job))
+
+    def digests(self) -> dict[str, str]:
+        replica = self._replicas[self.role]
+        return {name: digest(self._objects.pages(name, self.dtype)) for name in replica.objects.values()}
+
+    def close(self) -> None:
+        self._groups.clear()
+        self._objects.close()
+
+    # ---- tasks
+
+    def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
+        with self._objects.measure(step.writes if self._measuring else (), f"{step.task} {step.role}"):
+            match step.task:
+                case "prefix":
+                    self._prefix(step, inputs)
+                case "suffix":
+                    self._suffix(step, inputs)
+                case "train":
+                    self._train(step, inputs)
+                case "prefix_backward":
+                    self._prefix_backward(step)
+                case _:
+                    raise AssertionError(f"{step.task} is no task of a training rank")
+        return {name: self._loss.scored(name) for name in step.outputs}
+
+    def exchange(self, step: Exchange) -> None:
+        raise AssertionError("one training rank has nobody to exchange with")
+
+    def rebuild(self, step: Rebuild) -> None:
+        raise AssertionError("host engines order every tensor alike")
+
+    def _prefix(self, step: Run, inputs: Mapping[str, Any]) -> None:
+        attached = step.role == self.role
+        result = run_prefix(
+            self._replicas[step.role].model,
+            inputs[self._loss.prompts][step.microbatch],
+            self._boundary_slot(step.role, step.microbatch),
+            attached=attached,
+            saved=self._saved_policy(step) if attached else None,
+        )
+        self._groups[step.microbatch].boundary[step.role] = result
+
+    @torch.no_grad()
+    def _suffix(self, step: Run, inputs: Mapping[str, Any]) -> None:
+        result = self._groups[step.microbatch].boundary.pop(step.role)
+        self._loss.score(step.node, step.microbatch, self._logprobs(step, result, result.kv, inputs))
+
+    @torch.enable_grad()
+    def _train(self, step: Run, inputs: Mapping[str, Any]) -> None:
+        group = self._groups[step.microbatch]
+        result = group.boundary[step.role]
+        leaf = boundary_leaf(result.kv)
+        self._loss.backward(step.node, step.microbatch, self._logprobs(step, result, leaf, inputs), inputs)
+        group.kv_grad = leaf.grad
+
+    def _prefix_backward(self, step: Run) -> None:
+        group = self._groups[step.microbatch]
+        assert group.kv_grad is not None, "a prefix backward follows its train step"
+        prefix_backward(group.boundary.pop(step.role), group.kv_grad)
+        group.kv_grad = None
+
+    # ---- pieces
+
+    def _logprobs(self, step: Run, prefix: PrefixResult, kv: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """[1, group, response_tokens] of the microbatch's responses, in the dtype of losses."""
+        recompute = step.role == self.role and self.job.roles[step.role].recompute == "full"
+        model, temperature = self._replicas[step.role].model, self.job.run.temperature
+        responses = inputs[self._loss.rollout].responses(step.microbatch)
+        found = suffix_logprobs(model, kv, prefix.prompt, responses, temperature, recompute=recompute)
+        room = self.job.workload.response_tokens - found.shape[1]
+        return torch.nn.functional.pad(found, (0, room))[None].to(self.state_dtype)
+
+    def _boundary_slot(self, role: str, microbatch: int) -> Tensor:
+        shape = boundary_shape(config_of(self.job), self.job.workload.prompt_tokens)
+        elements = torch.Size(shape).numel()
+        flat = self._objects.pages(f"{role}.boundary", self.dtype)
+        return flat[microbatch * elements : (microbatch + 1) * elements].view(shape)
+
+    def _saved_policy(self, step: Run) -> SavedPolicy:
+        """Where the plan keeps what this prefix saves: its slot in HBM, in the pinned pool, or nowhere."""
+        name, recompute = f"{step.role}.prefix_saved", self.job.roles[step.role].recompute
+        if name in step.writes:
+            return SavedPolicy("hbm", recompute, self._part(name, self._objects.pages(name, torch.uint8), step))
+        if name in step.streams:
+            return SavedPolicy("host", recompute, self._part(name, self._objects.slot(name, torch.uint8), step))
+        return SavedPolicy("dropped", recompute)
+
+    def _part(self, name: str, memory: Tensor, step: Run) -> Tensor:
+        size = memory.numel() // self.plan.object(name).slots // ALIGN * ALIGN
+        return memory[step.microbatch * size : (step.microbatch + 1) * size]
+
+    def _state(self, name: str) -> Tensor:
+        """Gradients, master or moments where they are now."""
+        return self._objects.current(f"{self.role}.{name}", self.state_dtype)
+
+    def _workspace(self) -> Tensor | None:
+        return self._objects.pages(WORKSPACE, self.state_dtype) if self._objects.has(WORKSPACE) else None
+
+    def _accumulate(self) -> None:
+        """Autograd adds each trained parameter's gradient to its slab as soon as it is final, and keeps none itself."""
+        gradients = self._objects.pages(f"{self.role}.gradients", self.state_dtype)
+        slabs = split(gradients, trained_tensors(self.job, self.role))
+        for name, parameter in self._replicas[self.role].model.named_parameters():
+            if name in slabs:
+                parameter.register_post_accumulate_grad_hook(_adder(slabs[name]))
+
+    def _fill(self) -> None:
+        """Initial values: the snapshot, its master copy, zero moments, and every frozen role's copy on the host."""
+        policy = self._replicas[self.role]
+        fill(policy.weights, self.job)
+        fill(split(self._state("master"), trained_tensors(self.job, self.role)), self.job)
+        self._state("moments").zero_()
+        self._objects.holds(f"{self.role}.master", f"{self.role}.moments")
+        for role, replica in self._replicas.items():
+            for part, name in replica.objects.items():
+                if name.startswith(f"{role}.") and role != self.role:
+                    source = self._objects.pages(policy.objects[part], self.dtype)
+                    into = self._objects.current(name, self.dtype)
+                    into.copy_(source[: len(into)])
+                    self._objects.holds(name)
+
+
+def _adder(slab: Tensor) -> Any:
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None, "the hook runs after accumulation"
+        slab.add_(parameter.grad)
+        parameter.grad = None
+
+    return add

@@ -1,0 +1,142 @@
+"""The controller's tasks: prompts in, the user's host functions in between.
+
+load    rows of the step (a seeded permutation every epoch) -> decoded, tokenized prompts
+host    reward(question, answer, response, row), once for every response -> scores [prompt, group]
+
+A host function takes, by name, what it wants of: question, answer (of the row), response (its text), row (the whole
+JSONL object), tokens (ids), index (of the response in its group). It returns one number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollplex.backends.engine import Values
+from rollplex.backends.host.batch import PromptBatch
+from rollplex.backends.host.data import Row
+from rollplex.backends.host.encode import PromptMaker
+from rollplex.backends.host.prompts import Prompt
+from rollplex.backends.host.tokens import end_tokens, response_text
+from rollplex.ir.errors import DataError, RunError
+from rollplex.ir.job import Job
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Run
+from rollplex.runtime.calls import Call, call_each
+
+OFFERS = ("question", "answer", "response", "row", "tokens", "index")
+
+
+class Feed:
+    """`Tasks` of the controller. `hosts` are the user's functions by the algorithm's parameter names."""
+
+    def __init__(
+        self, plan: Plan, job: Job, rows: Sequence[Row], maker: PromptMaker, hosts: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self.plan = plan
+        self.job = job
+        self.rows = rows
+        self.maker = maker
+        self.hosts = hosts
+        self.metrics: dict[str, float] = {}
+        self._eos = end_tokens(maker.tokenizer)
+        self._rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
+        self._iteration = -1
+
+    def begin(self, iteration: int) -> None:
+        self._iteration = iteration
+        self.metrics = {}
+
+    def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
+        match step.task:
+            case "load":
+                return dict.fromkeys(step.outputs, self._load())
+            case "host":
+                return dict.fromkeys(step.outputs, self._host(step.node, inputs))
+            case _:
+                raise AssertionError(f"{step.task} is no task of the controller")
+
+    def rows_of(self, iteration: int) -> list[Row]:
+        """The rows of one step: the data set in a new seeded order every epoch, wherever the step's first row falls."""
+        count = self.job.workload.prompts
+        places = range(iteration * count, (iteration + 1) * count)
+        return [self.rows[_permuted(len(self.rows), self.job.run.seed, place)] for place in places]
+
+    # ---- load
+
+    def _load(self) -> PromptBatch:
+        return PromptBatch(tuple(self._prompt(row) for row in self.rows_of(self._iteration)), self._eos)
+
+    def _prompt(self, row: Row) -> Prompt:
+        """A prompt longer than the plan's budget is refused here, with its row."""
+        prompt, most = self.maker(row), self.job.workload.prompt_tokens
+        if len(prompt.input_ids) > most:
+            raise DataError(
+                f"the prompt has {len(prompt.input_ids)} tokens, the plan allows {most}",
+                where=row.id,
+                hint="raise workload.prompt_tokens, or lower workload.frames or workload.max_pixels",
+            )
+        return prompt
+
+    # ---- host functions
+
+    def _host(self, node: str, inputs: Mapping[str, Any]) -> Tensor:
+        name = self.plan.hosts[node]
+        calls = list(self._calls(name, inputs))
+        results = call_each(self.hosts[name], name, calls, self.job.run.reward_timeout_s)
+        numbers = [_number(name, call, result) for call, result in zip(calls, results, strict=True)]
+        dtype = torch.float64 if self.job.model.dtype == "float64" else torch.float32
+        scores = torch.tensor(numbers, dtype=dtype).view(self.job.workload.prompts, self.job.group)
+        self.metrics[name] = float(scores.mean())
+        return scores
+
+    def _calls(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Call]:
+        """One call a response, with those of `OFFERS` that the function takes."""
+        rollout = inputs[self._rollout]
+        wanted = parameters_of(self.hosts[name], name)
+        for p, row in enumerate(self.rows_of(self._iteration)):
+            for i, tokens in enumerate(rollout.responses(p)):
+                text = response_text(self.maker.tokenizer, tokens.tolist())
+                offered = {"question": row.question, "answer": row.answer, "response": text, "row": row_data(row)}
+                offered |= {"tokens": tokens.tolist(), "index": i}
+                yield Call(f"{row.id}, response {i}", {k: v for k, v in offered.items() if k in wanted})
+
+
+def _number(name: str, call: Call, result: Any) -> float:
+    try:
+        number = float(result)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not torch.isfinite(torch.tensor(number)):
+        what = f"`{name}` returned {result!r}, not a finite number"
+        raise RunError(what, where=call.row, hint="a host function returns one number for one response")
+    return number
+
+
+def row_data(row: Row) -> dict[str, Any]:
+    """A row as the user wrote it, with its place (`id`) and media paths that can be opened."""
+    media = {kind: str(path) for kind, path in (("video", row.video), ("image", row.image)) if path is not None}
+    return {**row.extra, **media, "question": row.question, "answer": row.answer, "id": row.id}
+
+
+def parameters_of(function: Callable[..., Any], name: str) -> frozenset[str]:
+    """Which of `OFFERS` a host function takes; RunError for a parameter without default that nobody offers."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return frozenset(OFFERS)
+    unknown = [p.name for p in parameters if p.name not in OFFERS and p.default is p.empty]
+    if unknown:
+        what = f"`{name}` takes {', '.join(unknown)}, which no row offers"
+        raise RunError(what, where="host function", hint=f"a host function may take {', '.join(OFFERS)}, by name")
+    return frozenset(p.name for p in parameters)
+
+
+def _permuted(rows: int, seed: int, place: int) -> int:
+    """Row at a place of the endless data order: epoch after epoch, each a permutation of its own."""
+    epoch, offset = divmod(place, rows)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return int(torch.randperm(rows, generator=generator)[offset])

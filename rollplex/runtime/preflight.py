@@ -1,0 +1,97 @@
+"""Everything that can be refused before a process starts: plan, backend, host functions, data and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollplex.ir.checker import verify_plan
+from rollplex.ir.errors import Problem, RunError
+from rollplex.ir.job import Job
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Exchange, Rebuild
+from rollplex.runtime.feed import Feed, parameters_of
+
+HOST_FUNCTION = Callable[..., Any]
+RUNS_HERE = "host"
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse an infeasible plan and one with a feature that no backend here executes; then the checker's verdict."""
+    if plan.infeasible is not None:
+        window, resource, short = plan.infeasible.window, plan.infeasible.resource, plan.infeasible.shortfall_bytes
+        what = f"the plan does not fit: in window {window} {resource} is {short / 2**30:.2f} GiB short"
+        raise RunError(
+            what, where=plan.algorithm, hint="`rollplex compile` lists the cheapest changes that make it fit"
+        )
+    problems = list(_not_executable(plan))
+    if problems:
+        raise RunError(*problems)
+    verify_plan(plan)
+
+
+def _not_executable(plan: Plan) -> Iterator[Problem]:
+    for kind, process in plan.processes.items():
+        if kind != "controller" and process.engine != RUNS_HERE:
+            yield Problem(
+                f"backend {process.engine} is not implemented yet for run ({kind})",
+                plan.algorithm,
+                "set the roles' engines to host and cluster.gpu to cpu, or inspect the plan with `compile --plan-only`",
+            )
+        elif kind != "controller" and process.ranks != 1:
+            yield Problem(f"backend host runs one {kind} rank, the plan has {process.ranks}", plan.algorithm)
+    for feature in plan.not_executable:
+        yield Problem(f"no backend executes this plan: {feature}", plan.algorithm)
+    for kind, program in plan.programs.items():
+        for step in program:
+            if isinstance(step, Exchange | Rebuild):
+                yield Problem(f"backend host does not execute `{step.kind} {step.object}` ({kind})", plan.algorithm)
+
+
+def check_hosts(plan: Plan, hosts: Mapping[str, HOST_FUNCTION]) -> None:
+    """Every host function of the algorithm is given and takes only what a row offers; all problems at once."""
+    problems: list[Problem] = []
+    records = {record.name: record for record in plan.graph}
+    for node, name in plan.hosts.items():
+        if name not in hosts:
+            hint = f"define `{name}` in the run, or pass it with --host {name}=module:function"
+            problems.append(Problem(f"no function for `{name}`", plan.algorithm, hint))
+            continue
+        returns = records[node].kwargs.get("returns", "scores")
+        if returns != "scores":
+            what = f"`{name}` returns {returns}; backend host runs host functions that return scores"
+            problems.append(Problem(what, records[node].loc))
+        parameters_of(hosts[name], name)
+    if problems:
+        raise RunError(*problems)
+
+
+def make_feed(plan: Plan, job: Job, hosts: Mapping[str, HOST_FUNCTION]) -> Feed:
+    """Read data, tokenizer and weights as far as they can be refused: DataError, JobError."""
+    from rollplex.backends.host.data import read_rows
+    from rollplex.backends.host.encode import PromptMaker
+    from rollplex.backends.host.placement import check_weights, config_of
+    from rollplex.backends.host.video import VisionSpec
+
+    if job.run.data is None:
+        raise RunError("the job names no data", where="run.data", hint="name a JSONL file of questions and answers")
+    config = config_of(job)
+    check_weights(job)
+    work = job.workload
+    bounds = {} if work.max_pixels is None else {"max_pixels": work.max_pixels}
+    defaults = VisionSpec()
+    most = bounds.get("max_pixels", defaults.max_pixels)
+    spec = VisionSpec.from_config(config, work.frames, min(defaults.min_pixels, most), most)
+    maker = PromptMaker(config, tokenizer_of(job), spec)
+    return Feed(plan, job, read_rows(job.run.data), maker, hosts)
+
+
+def tokenizer_of(job: Job) -> Any:
+    """The tokenizer beside the weights, else beside the model's config, else one token a byte."""
+    from rollplex.backends.host.tokens import byte_tokenizer, load_tokenizer
+
+    for place in (job.run.weights, job.model.name):
+        if place is not None and (Path(place) / "tokenizer.json").is_file():
+            return load_tokenizer(place)
+    return byte_tokenizer()

@@ -1,0 +1,178 @@
+"""What a run was like: reward by step, seconds by window, prefix hidden behind decode, bytes planned and measured.
+
+reward      0.31 -> 0.78 over 40 steps
+decode      1.92 s a step     prefix 0.80 s, 0.74 s of it (93 %) while the rollout process was decoding
+memory      P1 decode         planned 61.2 MiB   measured 61.2 MiB   equal, object by object
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from rollplex.backends.engine import EngineReport
+from rollplex.backends.host.planned import is_temporary
+from rollplex.backends.host.usage import TOTAL, bytes_by_window, touched_by_window
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Barrier, Run, Wait
+from rollplex.runtime.intervals import Interval, common, length
+from rollplex.runtime.protocol import ProcessId
+from rollplex.runtime.spans import Span
+
+TRAIN = ProcessId("train", 0)
+
+
+@dataclass(frozen=True)
+class WindowTime:
+    """Mean seconds of a window a step on the training rank, waiting included, beside the prediction."""
+
+    window: str
+    phase: str
+    predicted_s: float
+    measured_s: float
+    waiting_s: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Means a step. `hidden_s`: prefix work that ran while the rollout process was decoding."""
+
+    decode_s: float
+    prefix_s: float
+    hidden_s: float
+
+    @property
+    def hidden_share(self) -> float:
+        """Part of the prefix work that was hidden, 0 to 1."""
+        return self.hidden_s / self.prefix_s if self.prefix_s else 0.0
+
+
+@dataclass(frozen=True)
+class ObjectBytes:
+    """One object in one window. A temporary's measured bytes are the peak torch allocated inside its reservation."""
+
+    window: str
+    object: str
+    planned: int
+    measured: int
+    temporary: bool
+
+    @property
+    def as_planned(self) -> bool:
+        """Memory that is handed out must be what was planned; temporaries must stay within it."""
+        return self.measured <= self.planned if self.temporary else self.measured == self.planned
+
+
+@dataclass(frozen=True)
+class WindowBytes:
+    """All of a device in one window; temporaries count with their reservation on both sides."""
+
+    window: str
+    planned: int
+    measured: int
+
+
+@dataclass
+class Report:
+    """Everything but the trace; `metrics` has one entry an iteration."""
+
+    algorithm: str
+    schedule: str
+    steps_planned: int
+    steps_done: int = 0
+    ended: str = "complete"
+    step_s: float = 0.0
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    reward: str = ""
+    times: list[WindowTime] = field(default_factory=list)
+    overlap: Overlap = field(default_factory=lambda: Overlap(0.0, 0.0, 0.0))
+    memory: list[WindowBytes] = field(default_factory=list)
+    objects: list[ObjectBytes] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of every step."""
+        return [row[self.reward] for row in self.metrics if self.reward in row]
+
+    @property
+    def memory_as_planned(self) -> bool:
+        """Whether every object in every window was what the plan said."""
+        return all(row.as_planned for row in self.objects)
+
+
+def times_by_window(plan: Plan, spans: Sequence[Span]) -> list[WindowTime]:
+    """Seconds of each window of the training rank, means over iterations."""
+    own = [span for span in spans if span.process == TRAIN]
+    iterations = max(1, len({span.iteration for span in own}))
+    rows = []
+    for window in plan.summary.windows:
+        steps = [span for span in own if span.step.window == window.name]
+        total = sum(span.seconds for span in steps) / iterations
+        waiting = sum(span.seconds for span in steps if isinstance(span.step, Wait | Barrier)) / iterations
+        rows.append(WindowTime(window.name, window.phase, window.seconds, total, waiting))
+    return rows
+
+
+def measured_overlap(spans: Iterable[Span]) -> Overlap:
+    """Decode, prefix, and prefix during decode, means over iterations."""
+    prefix: dict[int, list[Interval]] = {}
+    decode: dict[int, list[Interval]] = {}
+    for span in spans:
+        if isinstance(span.step, Run) and span.step.task in ("prefix", "generate"):
+            into = prefix if span.step.task == "prefix" else decode
+            into.setdefault(span.iteration, []).append((span.start_ns, span.stop_ns))
+    if not decode:
+        return Overlap(0.0, 0.0, 0.0)
+    each = [
+        (length(decode[i]), length(prefix.get(i, [])), common(decode[i], prefix.get(i, []))) for i in sorted(decode)
+    ]
+    return Overlap(*(fmean(column) / 1e9 for column in zip(*each, strict=True)))
+
+
+class MemoryLog:
+    """Collects the ledger logs of all iterations into the largest figure of each window and object."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.touched: dict[str, dict[str, int]] = {}
+
+    def add(self, reports: Mapping[ProcessId, EngineReport]) -> None:
+        """One iteration's logs; windows are the training rank's."""
+        events = [event for report in reports.values() for event in report.events]
+        marks = reports[TRAIN].marks
+        for into, found in (
+            (self.peaks, bytes_by_window(events, marks)),
+            (self.touched, touched_by_window(events, marks)),
+        ):
+            for window, rows in found.items():
+                kept = into.setdefault(window, {})
+                kept.update({name: max(kept.get(name, 0), nbytes) for name, nbytes in rows.items()})
+
+    def windows(self, plan: Plan) -> list[WindowBytes]:
+        """Planned and measured totals of the plan's windows."""
+        return [
+            WindowBytes(window.name, window.hbm_bytes, self.peaks.get(window.name, {}).get(TOTAL, 0))
+            for window in plan.summary.windows
+        ]
+
+    def objects(self, plan: Plan) -> list[ObjectBytes]:
+        """Planned and measured bytes of every object that either side has, window by window."""
+        rows = []
+        for window in plan.summary.windows:
+            held = {n: b for n, b in self.peaks.get(window.name, {}).items() if n != TOTAL}
+            for name in sorted(window.by_object.keys() | held.keys()):
+                temporary = is_temporary(name)
+                measured = self.touched.get(window.name, {}).get(name, 0) if temporary else held.get(name, 0)
+                rows.append(ObjectBytes(window.name, name, window.by_object.get(name, 0), measured, temporary))
+        return rows
+
+
+def write_report(report: Report, path: Path) -> None:
+    """report.json: everything, plus what is derived."""
+    data = asdict(report)
+    data["overlap"]["hidden_share"] = report.overlap.hidden_share
+    data["memory_as_planned"] = report.memory_as_planned
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

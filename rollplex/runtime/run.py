@@ -1,0 +1,166 @@
+"""A whole run: refuse what can be refused, start the engines, iterate, save, report.
+
+    result = run_plan(plan, hosts={"reward": exact_answer}, out_dir=Path("runs/a"), progress=print)
+    result.report.rewards        result.digests["actor.master"]        result.final / "model.safetensors"
+
+However it ends, no process is left, and the metrics, the report and the trace of what was done are on disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollplex.backends.host.ledger import Ledger
+from rollplex.backends.host.table import HOST
+from rollplex.ir.errors import RunError
+from rollplex.ir.job import Job
+from rollplex.ir.plan import Plan
+from rollplex.runtime.background import BackgroundTasks
+from rollplex.runtime.controller import Controller
+from rollplex.runtime.crew import Crew
+from rollplex.runtime.events import EnginesReady, IterationDone, Progress, Stopping, silent
+from rollplex.runtime.feed import Feed
+from rollplex.runtime.interrupt import Interrupt
+from rollplex.runtime.metrics import MetricsWriter, draw_curve
+from rollplex.runtime.preflight import HOST_FUNCTION, check_hosts, check_plan, make_feed
+from rollplex.runtime.protocol import Ask, ProcessId
+from rollplex.runtime.report import MemoryLog, Report, measured_overlap, times_by_window, write_report
+from rollplex.runtime.rundir import run_directory
+from rollplex.runtime.trace import write_trace
+
+TRAIN = ProcessId("train", 0)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a complete run leaves: `digests` are sha256 of all training state, `facts` what engines said of themselves."""
+
+    report: Report
+    digests: dict[str, str]
+    facts: dict[ProcessId, dict[str, Any]]
+    out_dir: Path
+    final: Path
+
+
+def run_plan(
+    plan: Plan, *, hosts: Mapping[str, HOST_FUNCTION], out_dir: Path, progress: Progress = silent
+) -> RunResult:
+    """Run a plan to its last step, or to the first SIGINT.
+
+    Raises PlanError, RunError, DataError, JobError before any process starts; afterwards EngineError for a process
+    that died or went silent, and whatever a process reported. A second SIGINT raises KeyboardInterrupt.
+    """
+    check_plan(plan)
+    return execute_plan(plan, hosts=hosts, out_dir=out_dir, progress=progress)
+
+
+def execute_plan(
+    plan: Plan, *, hosts: Mapping[str, HOST_FUNCTION], out_dir: Path, progress: Progress = silent
+) -> RunResult:
+    """`run_plan` for a plan that has been checked: what is wrong with it now shows where the arenas refuse it."""
+    job = Job.model_validate(plan.job)
+    check_hosts(plan, hosts)
+    with run_directory(out_dir):
+        feed = make_feed(plan, job, hosts)
+        return _Run(plan, job, feed, out_dir, progress).go()
+
+
+@dataclass
+class _Run:
+    """One run from its first process to its report."""
+
+    plan: Plan
+    job: Job
+    feed: Feed
+    out_dir: Path
+    progress: Progress
+    memory: MemoryLog = field(default_factory=MemoryLog)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.report = Report(self.plan.algorithm, self.plan.schedule, self.job.run.steps)
+        self.report.reward = next(iter(self.plan.hosts.values()), "")
+
+    def go(self) -> RunResult:
+        (self.out_dir / "logs").mkdir()
+        with ExitStack() as stack:
+            crew = stack.enter_context(Crew(self._processes(), self.out_dir / "logs", self.job.run.threads))
+            tasks = BackgroundTasks(self.feed)
+            controller = Controller(self.plan, crew, tasks, self.job.run.silent_s, self.progress)
+            tasks.pump = controller.pump
+            stack.callback(self._write, controller)
+            try:
+                return self._drive(controller)
+            except BaseException as err:
+                self.report.ended = f"{type(err).__name__}: {err}".splitlines()[0]
+                raise
+
+    def _processes(self) -> list[ProcessId]:
+        kinds = {kind: p for kind, p in self.plan.processes.items() if kind != "controller"}
+        return [ProcessId(kind, rank) for kind, process in kinds.items() for rank in range(process.ranks)]
+
+    def _drive(self, controller: Controller) -> RunResult:
+        summary = self.plan.summary
+        device = Ledger.create("device 0", summary.capacity_bytes, process="controller")
+        host = Ledger.create(HOST, summary.host_capacity_bytes, process="controller")
+        controller.start(lambda: (device.export(), host.export()))
+        self.progress(EnginesReady(self.job.run.steps))
+        self._iterate(controller)
+        answers = controller.ask(Ask("digests"))
+        final = self._save(controller)
+        controller.stop()
+        digests = {name: value for answer in answers.values() for name, value in answer.items()}
+        return RunResult(self.report, digests, controller.facts, self.out_dir, final)
+
+    def _iterate(self, controller: Controller) -> None:
+        with (
+            MetricsWriter(self.out_dir) as writer,
+            Interrupt(lambda: self.progress(Stopping(self.done))) as interrupt,
+        ):
+            while self.done < self.job.run.steps and not interrupt.asked:
+                started = time.monotonic()
+                controller.iteration(self.done)
+                self._note(controller, writer, time.monotonic() - started)
+            if interrupt.asked:
+                self.report.ended = "interrupted"
+
+    def _note(self, controller: Controller, writer: MetricsWriter, seconds: float) -> None:
+        metrics = dict(self.feed.metrics)
+        for report in controller.reports.values():
+            metrics |= report.metrics
+        metrics["step_s"] = seconds
+        self.memory.add(controller.reports)
+        self.report.metrics.append(metrics)
+        writer.write(self.done, metrics)
+        self.done += 1
+        self.progress(IterationDone(self.done - 1, self.job.run.steps, metrics))
+
+    def _save(self, controller: Controller) -> Path:
+        """The actor as a Hugging Face directory: written beside its place, then renamed, so that it is whole or not."""
+        partial, final = self.out_dir / "final.partial", self.out_dir / "final"
+        controller.ask(Ask("save", str(partial)), of=lambda process: process == TRAIN)
+        try:
+            self.feed.maker.tokenizer.save_pretrained(str(partial))
+            partial.rename(final)
+        except OSError as err:
+            raise RunError(f"cannot write the final weights: {err.strerror}", where=partial) from None
+        return final
+
+    def _write(self, controller: Controller) -> None:
+        """What is known now; called however the run ends."""
+        report, spans = self.report, controller.timeline.spans
+        report.steps_done = self.done
+        report.step_s = sum(row["step_s"] for row in report.metrics) / max(1, self.done)
+        whole = [span for span in spans if span.iteration < self.done]
+        report.times = times_by_window(self.plan, whole)
+        report.overlap = measured_overlap(whole)
+        if self.done:
+            report.memory, report.objects = self.memory.windows(self.plan), self.memory.objects(self.plan)
+        write_trace(spans, self.out_dir / "trace.json")
+        write_report(report, self.out_dir / "report.json")
+        draw_curve(report.rewards, self.out_dir / "reward.png", report.reward or "reward")
