@@ -1,0 +1,1 @@
+"""The rules of a plan, one idea a file; `rollplex.ir.checker` asks them all."""

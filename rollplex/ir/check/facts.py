@@ -1,0 +1,164 @@
+"""A plan looked up by name: objects, windows, the places of barriers, and what each step touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from rollplex.ir.check.rules import At
+from rollplex.ir.plan import BARRIERS, Plan, PlannedObject
+from rollplex.ir.steps import (
+    Barrier,
+    Drop,
+    Exchange,
+    Fetch,
+    Map,
+    Offload,
+    Publish,
+    Rebuild,
+    Run,
+    Step,
+    Unmap,
+    UpdateChunk,
+)
+
+ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
+TIMELINE = "train"
+"""The program whose steps say which window it is."""
+BY_GROUP = ("prefix", "suffix", "train", "prefix_backward")
+"""Tasks whose microbatch is a prompt group, and so a slot of slotted objects."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the checks ask of a plan whose names are known."""
+
+    plan: Plan
+
+    @cached_property
+    def objects(self) -> dict[str, PlannedObject]:
+        """Objects by name."""
+        return {o.name: o for o in self.plan.summary.objects}
+
+    @cached_property
+    def windows(self) -> tuple[str, ...]:
+        """Windows in order."""
+        return tuple(w.name for w in self.plan.summary.windows)
+
+    @property
+    def programs(self) -> dict[str, tuple[Step, ...]]:
+        """Steps by process kind."""
+        return self.plan.programs
+
+    def steps(self, *processes: str) -> Iterator[At]:
+        """Every step of these programs (of all, if none is named)."""
+        for process in processes or self.programs:
+            yield from (At(process, i, s) for i, s in enumerate(self.programs[process]))
+
+    def runs(self, *tasks: str) -> Iterator[tuple[At, Run]]:
+        """Every run of these tasks."""
+        for at in self.steps():
+            if isinstance(at.step, Run) and at.step.task in tasks:
+                yield at, at.step
+
+    @cached_property
+    def barriers(self) -> dict[tuple[str, str], int]:
+        """The place of every barrier in every program."""
+        return {(at.process, at.step.name): at.index for at in self.steps() if isinstance(at.step, Barrier)}
+
+    def past(self, at: At, barrier: str) -> bool:
+        """Whether a step stands behind a barrier of its program."""
+        return at.index > self.barriers.get((at.process, barrier), len(self.programs[at.process]))
+
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """Roles that the plan updates."""
+        return tuple(dict.fromkeys(at.step.role for at in self.steps() if isinstance(at.step, UpdateChunk)))
+
+    def frozen_part(self, o: PlannedObject) -> bool:
+        """Whether the job freezes this part of a trained role: its vision tower."""
+        role = self.plan.job.get("roles", {}).get(o.role, {})
+        return o.name.endswith(".vision") and "vision" in role.get("freeze", ())
+
+    @cached_property
+    def theta(self) -> dict[str, str]:
+        """Objects that hold weights which the update changes, and their role; copies of them included."""
+        return {
+            o.name: o.role
+            for o in self.objects.values()
+            if o.class_ == "regenerable" and o.role in self.trained and not o.host_backed and not self.frozen_part(o)
+        }
+
+    def gradients(self, role: str) -> tuple[str, ...]:
+        """What the gradient norm of a role is taken over."""
+        found = (s.reads for _, s in self.runs("grad_norm") if s.role == role)
+        return tuple(dict.fromkeys(name for reads in found for name in reads))
+
+    def permanent(self, role: str) -> tuple[str, ...]:
+        """Master weights and optimizer state of a role."""
+        return tuple(o.name for o in self.objects.values() if o.class_ == "permanent" and o.role == role)
+
+    def boundary(self, role: str) -> PlannedObject | None:
+        """What a role's suffix needs of its prefix."""
+        return next((o for o in self.objects.values() if o.class_ == "boundary" and o.role == role), None)
+
+    def saved(self, role: str) -> PlannedObject | None:
+        """What a role's prefix saves for its backward."""
+        found = (o for o in self.objects.values() if o.class_ == "phase-local" and o.role == role)
+        return next((o for o in found if o.attached), None)
+
+    def parts(self, step: Step, o: PlannedObject) -> frozenset[int]:
+        """Slots of an object that a step touches: the microbatch's, or all of them."""
+        if isinstance(step, Run) and step.task in BY_GROUP and o.slots > 1:
+            return frozenset({step.microbatch})
+        return frozenset(range(o.slots))
+
+
+def reads(step: Step) -> tuple[str, ...]:
+    """Objects whose contents in HBM a step uses."""
+    match step:
+        case Run() | UpdateChunk() | Rebuild():
+            return step.reads
+        case Exchange(op="all_reduce") | Publish():
+            return (step.object,)
+        case _:
+            return ()
+
+
+def writes(step: Step) -> tuple[str, ...]:
+    """Objects whose contents in HBM a step changes."""
+    match step:
+        case Run() | UpdateChunk():
+            return step.writes
+        case Rebuild() | Exchange():
+            return (step.object,)
+        case _:
+            return ()
+
+
+def streams(step: Step) -> tuple[str, ...]:
+    """Objects that a step moves piecewise over the host link."""
+    return step.streams if isinstance(step, Run | UpdateChunk) else ()
+
+
+def moved(step: Step) -> str | None:
+    """The object whose own pages a step attaches or detaches."""
+    match step:
+        case Map(object=name, imported=False) | Unmap(object=name, imported=False):
+            return name
+        case Fetch(object=name) | Offload(object=name) | Drop(object=name):
+            return name
+        case _:
+            return None
+
+
+def imports(step: Step) -> str | None:
+    """The object whose imported pages a step binds or lets go."""
+    return step.object if isinstance(step, Map | Unmap) and step.imported else None
+
+
+def names(step: Step) -> tuple[str, ...]:
+    """Every object that a step names, each once."""
+    own = [n for n in (moved(step), imports(step)) if n]
+    return tuple(dict.fromkeys([*reads(step), *writes(step), *streams(step), *own]))

@@ -1,0 +1,166 @@
+"""Form: names that exist, owners that move their own, windows and barriers in order.
+
+The other checks take this for granted, so they are asked only of plans in which nothing here is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from rollplex.ir.check.facts import TIMELINE, Facts, imports, moved, names, reads, streams, writes
+from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.plan import BARRIERS, SCHEMA_VERSION
+from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Step, UpdateChunk
+
+
+def schema(facts: Facts) -> Iterator[Violation]:
+    """The version is the one that this program reads (design.md section 5)."""
+    version = facts.plan.schema_version
+    if version != SCHEMA_VERSION:
+        yield Violation("schema", f"schema_version {version}, this program reads {SCHEMA_VERSION}")
+
+
+def own_names(facts: Facts) -> Iterator[Violation]:
+    """No two objects or windows share a name."""
+    for what, found in (
+        ("object", [o.name for o in facts.plan.summary.objects]),
+        ("window", [w.name for w in facts.plan.summary.windows]),
+    ):
+        for name, count in Counter(found).items():
+            if count > 1:
+                yield Violation("duplicate-name", f"{count} {what}s are named {name}", object=name)
+
+
+def known_names(facts: Facts) -> Iterator[Violation]:
+    """Steps name windows and objects of the plan, objects name processes of the plan."""
+    yield from _processes(facts)
+    windows = set(facts.windows)
+    for at in facts.steps():
+        if at.step.window not in windows:
+            yield Violation("unknown-name", f"the plan has no window {at.step.window}", at)
+        for name in names(at.step):
+            if name not in facts.objects:
+                yield Violation("unknown-name", f"the plan has no object {name}", at, object=name)
+    for w in facts.plan.summary.windows:
+        for name in w.by_object:
+            if name not in facts.objects:
+                yield Violation("unknown-name", f"the plan has no object {name}", object=name, where=w.name)
+
+
+def _processes(facts: Facts) -> Iterator[Violation]:
+    programs, kinds = set(facts.programs), set(facts.plan.processes)
+    for name in sorted({TIMELINE, *programs, *kinds}):
+        if name not in programs or name not in kinds:
+            missing = "program" if name not in programs else "entry in processes"
+            yield Violation("unknown-name", f"process {name} has no {missing}")
+    for o in facts.objects.values():
+        for process in (o.process, *o.readers):
+            if process not in programs:
+                yield Violation("unknown-name", f"no process is named {process}", object=o.name, where=o.name)
+
+
+def owners(facts: Facts) -> Iterator[Violation]:
+    """Owners move and write; readers read, after importing (paper section 3.2, stable-address staging)."""
+    for at in facts.steps():
+        for name in names(at.step):
+            o = facts.objects.get(name)
+            if o is not None and o.process != at.process:
+                yield from _foreign(at, name, o.process, o.readers)
+
+
+def _foreign(at: At, name: str, owner: str, readers: tuple[str, ...]) -> Iterator[Violation]:
+    changed = {moved(at.step), *writes(at.step), *streams(at.step)}
+    if name in changed or isinstance(at.step, Publish):
+        yield Violation("not-owner", f"{name} belongs to {owner}", at, object=name)
+    elif at.process not in readers:
+        yield Violation("not-imported", f"{name} belongs to {owner}, and {at.process} imports no page of it", at, name)
+
+
+def own_imports(facts: Facts) -> Iterator[Violation]:
+    """An owner does not import from itself."""
+    for at in facts.steps():
+        name = imports(at.step)
+        if name in facts.objects and facts.objects[name].process == at.process:
+            yield Violation("not-owner", f"{name} is its own: nothing to import", at, object=name)
+
+
+def window_order(facts: Facts) -> Iterator[Violation]:
+    """Windows follow each other in every program; the timeline's program has a step in each."""
+    rank = {name: i for i, name in enumerate(facts.windows)}
+    for process in facts.programs:
+        last = -1
+        for at in facts.steps(process):
+            here = rank.get(at.step.window, last)
+            if here < last:
+                yield Violation("window-order", f"it stands behind a step of {facts.windows[last]}", at)
+            last = max(last, here)
+    seen = {at.step.window for at in facts.steps(TIMELINE)} if TIMELINE in facts.programs else set()
+    for name in facts.windows:
+        if name not in seen:
+            yield Violation("window-order", f"{TIMELINE} has no step in it", where=name)
+
+
+def barriers(facts: Facts) -> Iterator[Violation]:
+    """Each of the three barriers once in every program, in the order of paper section 3.1; nothing behind the last."""
+    for process, steps in facts.programs.items():
+        found = [s.name for s in steps if isinstance(s, Barrier)]
+        counts = Counter(found)
+        for name in dict.fromkeys([*BARRIERS, *found]):
+            if name not in BARRIERS:
+                yield Violation("barrier", f"meets {name}, which is no barrier", where=process)
+            elif counts[name] != 1:
+                yield Violation("barrier", f"meets barrier {name} {counts[name]} times", where=process)
+        if sorted(found) == sorted(BARRIERS) and tuple(found) != BARRIERS:
+            yield Violation("collective-order", f"meets the barriers as {', '.join(found)}", where=process)
+        if found and not isinstance(steps[-1], Barrier):
+            at = At(process, len(steps) - 1, steps[-1])
+            yield Violation("after-published", f"it stands behind the last barrier, {found[-1]}", at)
+
+
+_WORK = (Run, UpdateChunk, Exchange, Rebuild, Publish)
+
+
+def phases(facts: Facts) -> Iterator[Violation]:
+    """Work stands between the barriers of its window's phase; what ends a window may stand just behind its barrier."""
+    phase = {w.name: int(w.phase[1:]) for w in facts.plan.summary.windows}
+    for process in facts.programs:
+        now = 1
+        for at in facts.steps(process):
+            planned = phase.get(at.step.window, now)
+            if not _in_phase(at.step, planned, now):
+                yield Violation("phase", f"a step of phase P{planned} stands in phase P{now}", at)
+            now += isinstance(at.step, Barrier)
+
+
+def _in_phase(step: Step, planned: int, now: int) -> bool:
+    if isinstance(step, (*_WORK, Barrier)):
+        return planned == now
+    return planned <= now <= planned + 1
+
+
+def reads_are_imported(facts: Facts) -> Iterator[Violation]:
+    """Between an imported unmap and the next imported map, a reader has no pages (explicit imports only)."""
+    for process in facts.programs:
+        explicit = {name for at in facts.steps(process) if (name := imports(at.step))}
+        bound = {n for n in explicit if not _first_import_maps(facts, process, n)}
+        for at in facts.steps(process):
+            name = imports(at.step)
+            if name:
+                bound ^= {name}
+            for used in explicit & set(reads(at.step)) - bound:
+                yield Violation("not-imported", f"{used} is not imported here", at, object=used)
+
+
+def _first_import_maps(facts: Facts, process: str, name: str) -> bool:
+    return next(at.step.kind == "map" for at in facts.steps(process) if imports(at.step) == name)
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (
+    schema, own_names, known_names, owners, own_imports, window_order, barriers, phases, reads_are_imported,
+)  # fmt: skip
+
+
+def check_form(facts: Facts) -> tuple[Violation, ...]:
+    """Everything that is wrong with the form of a plan."""
+    return tuple(v for check in CHECKS for v in check(facts))

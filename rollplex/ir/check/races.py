@@ -1,0 +1,98 @@
+"""Races: what one process changes while another may still use it, by the partial order of all steps.
+
+train     .. update_chunk actor 0 ..        writes actor.snapshot
+rollout   .. run generate ..                reads it: one of the two must be before the other
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollplex.ir.check.facts import THETA_QUIET, Facts, imports, moved, reads, writes
+from rollplex.ir.check.order import Order
+from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.plan import PlannedObject
+from rollplex.ir.steps import Run, UpdateChunk
+
+
+@dataclass(frozen=True)
+class _Import:
+    """The steps between which a reader has an owner's pages; None is an end of the iteration."""
+
+    process: str
+    first: At | None
+    last: At | None
+
+
+def check_races(facts: Facts, order: Order) -> Iterator[Violation]:
+    """Every shared object: its owner's changes against its readers' uses (paper sections 3.1 and 3.2)."""
+    changes = _changes(facts)
+    for o in facts.objects.values():
+        for reader in o.readers:
+            yield from _uses(facts, order, o, reader, changes.get(o.name, []))
+            yield from _pages(facts, order, o, reader, changes.get(o.name, []))
+    yield from _after_quiet(facts)
+
+
+def _changes(facts: Facts) -> dict[str, list[At]]:
+    """Steps that move or write each object, in order; only its owner has such steps."""
+    found: dict[str, list[At]] = {}
+    for at in facts.steps():
+        for name in {moved(at.step), *writes(at.step)} - {None}:
+            assert name is not None
+            found.setdefault(name, []).append(at)
+    return found
+
+
+def _uses(facts: Facts, order: Order, o: PlannedObject, reader: str, changes: list[At]) -> Iterator[Violation]:
+    """A use by a reader races with every change that is neither before nor after it; the first one is told."""
+    indices = [c.index for c in changes]
+    for at in facts.steps(reader):
+        if o.name not in reads(at.step):
+            continue
+        done = order.need[reader][at.index][o.process]
+        rest = changes[bisect_left(indices, done) :]
+        if rest and not order.before(at, rest[0]):
+            yield Violation("race", f"{rest[0]} may change {o.name} while {at} uses it", rest[0], o.name, o.bytes)
+            return
+
+
+def _pages(facts: Facts, order: Order, o: PlannedObject, reader: str, changes: list[At]) -> Iterator[Violation]:
+    """Pages are not moved while a reader has them mapped: all the time, unless its program imports them explicitly."""
+    moves = [c for c in changes if moved(c.step) == o.name]
+    for has in _imported(facts, reader, o.name):
+        for move in moves:
+            before = has.first is not None and order.before(move, has.first)
+            after = has.last is not None and order.before(has.last, move)
+            if not before and not after:
+                what = f"{reader} may have {o.name} mapped"
+                yield Violation("imported-pages", what, move, o.name, o.bytes)
+
+
+def _imported(facts: Facts, process: str, name: str) -> list[_Import]:
+    steps = [at for at in facts.steps(process) if imports(at.step) == name]
+    found, since = list[_Import](), None
+    bound = not steps or steps[0].step.kind == "unmap"
+    for at in steps:
+        if at.step.kind == "map" and not bound:
+            since, bound = at, True
+        elif at.step.kind == "unmap" and bound:
+            found.append(_Import(process, since, at))
+            since, bound = None, False
+    return [*found, _Import(process, since, None)] if bound else found
+
+
+def _after_quiet(facts: Facts) -> Iterator[Violation]:
+    """Barrier theta-quiet stands between the last read of theta_k and the first chunk (paper section 3.1)."""
+    for at in facts.steps():
+        late = facts.past(at, THETA_QUIET)
+        if isinstance(at.step, UpdateChunk) and not late:
+            yield Violation("update-before-quiet", "engines may still read theta_k", at)
+        if isinstance(at.step, Run) and late:
+            used = [n for n in reads(at.step) if n in facts.theta]
+            if used:
+                yield Violation(
+                    "read-after-quiet", f"it reads {used[0]}, which may mix theta_k and theta_k+1", at, used[0]
+                )

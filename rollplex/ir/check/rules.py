@@ -1,0 +1,172 @@
+"""Every rule that a plan must keep: its id, what it says, where it comes from, and what to try when it is broken.
+
+Violation("not-mapped", "it reads reference.weights, which is not mapped", At("train", 4, ..), "reference.weights")
+train step 4 (run prefix reference mb 0) in P1 prefix-reference: it reads reference.weights, which is not mapped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollplex.ir.errors import Problem
+from rollplex.ir.steps import Step, describe
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: a sentence, its source (a section of design.md or of the paper), and what to try."""
+
+    says: str
+    source: str
+    hint: str
+
+
+COMPILE_AGAIN = "compile the plan again; a pass that writes such a plan has a bug"
+_FETCH = "map or fetch it before this step, or move the step that released it behind this one"
+
+RULES: dict[str, Rule] = {
+    # ---- form
+    "schema": Rule("the plan has the schema version that this program reads", "design 5", COMPILE_AGAIN),
+    "unknown-name": Rule("steps name objects, windows and processes of the plan", "design 5", COMPILE_AGAIN),
+    "duplicate-name": Rule("objects and windows have names of their own", "design 5", COMPILE_AGAIN),
+    "not-owner": Rule("only the owner of an object moves or writes it", "paper 3.2", COMPILE_AGAIN),
+    "not-imported": Rule(
+        "a process touches its own objects and those it imports", "paper 3.2", "list the process among its readers"
+    ),
+    "window-order": Rule("a program runs through the windows in order, without going back", "design 2", COMPILE_AGAIN),
+    "barrier": Rule("every program meets the three barriers, each once", "paper 3.1", "restore the barrier"),
+    "phase": Rule("steps stand between the barriers of their window's phase", "paper 3.1", COMPILE_AGAIN),
+    "after-published": Rule("an iteration ends at the barrier published", "paper 3.1", "end the program there"),
+    # ---- order
+    "collective-order": Rule(
+        "all programs enter barriers and exchanges in the same order", "design 4", "enter them in one order"
+    ),
+    "event": Rule("an event is signalled once, and each waiter waits for it once", "design 5", COMPILE_AGAIN),
+    "unheard-signal": Rule("somebody waits for every signal", "design 5", "restore the wait, or drop the signal"),
+    "deadlock": Rule("every wait ends", "design 6", "signal before waiting for what depends on the signal"),
+    "missing-value": Rule("a value is made or received before it is used", "design 4", "wait for its event"),
+    "missing-input": Rule("a task takes every value its graph node needs", "design 4", "list the value in its inputs"),
+    "suffix-before-rollout": Rule(
+        "what depends on responses runs after barrier rollout-complete", "paper 3.1", "move it behind the barrier"
+    ),
+    "race": Rule(
+        "no page changes while another process may use it", "paper 3.1", "order the two steps by an event"
+    ),
+    "imported-pages": Rule(
+        "an owner keeps the pages that others have imported", "paper 3.2, 3.3", "let the readers unmap them first"
+    ),
+    # ---- residency
+    "not-mapped": Rule("what a step uses in HBM is mapped", "design 4", _FETCH),
+    "not-produced": Rule("what a step reads has been produced", "design 4", "fetch it, or run its producer first"),
+    "dropped-needed": Rule(
+        "what was dropped is made again before its next use", "paper 3.2", "keep it, or make it again before this step"
+    ),
+    "double-map": Rule("what is mapped is not mapped again", "design 4", "drop this step, or unmap it before"),
+    "not-held": Rule("only what is mapped is unmapped, offloaded or dropped", "design 4", "drop this step"),
+    "no-host-copy": Rule(
+        "what comes over the host link has a valid host copy", "paper 3.2", "offload it, or stream it out, before"
+    ),
+    "offload-undefined": Rule("only produced contents are offloaded", "paper 3.2", "run its producer first"),
+    "permanent-lost": Rule("permanent state is never discarded", "paper 3.2", "offload it instead"),
+    "boundary-moved": Rule(
+        "a boundary stays in HBM from production to its last use", "paper 3.2", "release it behind its last use"
+    ),
+    "frozen-written": Rule("frozen weights are not written", "design 2", "update a role that is trained"),
+    "write-outside-update": Rule(
+        "snapshots and optimizer state are written by the update alone", "paper 3.1", COMPILE_AGAIN
+    ),
+    "start-state": Rule("an object can be where the plan says it starts", "design 5", COMPILE_AGAIN),
+    "end-state": Rule(
+        "an iteration leaves every object where it found it", "design 5", "move it back before barrier published"
+    ),
+    # ---- work
+    "microbatch": Rule("every prompt group is worked on exactly once by each task", "paper 3.2", COMPILE_AGAIN),
+    "slot": Rule("an object has a slot for every microbatch that uses it", "design 5", COMPILE_AGAIN),
+    "task-order": Rule("a group's tasks follow each other: prefix, suffix, backward", "paper 3.2", COMPILE_AGAIN),
+    "task-objects": Rule("a task uses its role's weights, boundary and gradients", "paper 3.2", COMPILE_AGAIN),
+    "saved-state": Rule(
+        "the saved state of an attached prefix is kept, offloaded or recomputable until its backward",
+        "paper 3.2",
+        "keep it in HBM, stream it to the host, or plan it as recomputable",
+    ),
+    # ---- capacity
+    "capacity": Rule("HBM holds what is mapped in every order of steps", "design 4", "see what `rollplex compile` says"),
+    "host-capacity": Rule(
+        "the pinned pool holds what is at the host in every order of steps", "design 4", "keep more in HBM"
+    ),
+    # ---- update and publication
+    "update-before-quiet": Rule(
+        "the update begins after barrier theta-quiet", "paper 3.1", "move it behind the barrier"
+    ),
+    "read-after-quiet": Rule(
+        "nothing reads theta_k after barrier theta-quiet", "paper 3.1", "move it before the barrier"
+    ),
+    "gradient-final": Rule(
+        "gradients are complete, reduced and their norm known before the first chunk", "paper 3.2", COMPILE_AGAIN
+    ),
+    "chunk-cover": Rule("chunks cover the flat parameters exactly once, in order", "paper 3.2", COMPILE_AGAIN),
+    "chunk-size": Rule("chunks have the planned size and number", "paper 3.2", COMPILE_AGAIN),
+    "chunk-state": Rule(
+        "a chunk has gradient, master weights and moments, and writes the snapshot", "paper 3.2", COMPILE_AGAIN
+    ),
+    "missing-exchange": Rule(
+        "ranks exchange what they updated before anybody reads it", "paper 3.3", "restore the exchange"
+    ),
+    "missing-rebuild": Rule(
+        "every copy of the weights is made again from theta_k+1 before it is published", "paper 3.3", "rebuild it"
+    ),
+    "publish": Rule("each new snapshot is published exactly once", "paper 3.1", COMPILE_AGAIN),
+    "publish-order": Rule(
+        "publication comes after every chunk, exchange and rebuild", "paper 3.3", "publish last"
+    ),
+    # ---- summary
+    "window-bytes": Rule("a window's bytes are those of the objects mapped in it", "design 9", COMPILE_AGAIN),
+    "host-bytes": Rule("a window's host bytes are those of the objects at the host in it", "design 9", COMPILE_AGAIN),
+    "peak": Rule("the peak is the largest window", "design 9", COMPILE_AGAIN),
+    "residency-table": Rule("the state contract says where objects are", "paper table 3", COMPILE_AGAIN),
+    "uses-table": Rule("the state contract says who produces and uses objects", "paper table 3", COMPILE_AGAIN),
+    "feasible": Rule("the verdict agrees with capacity", "design 4", COMPILE_AGAIN),
+    "infeasible": Rule("an infeasible plan names the first window over capacity", "design 4", COMPILE_AGAIN),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class At:
+    """A step of a program, for messages."""
+
+    process: str
+    index: int
+    step: Step
+
+    def __str__(self) -> str:
+        return f"{self.process} step {self.index} ({describe(self.step)}) in {self.step.window}"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One rule broken in one place; where no single step is to blame, `at` is None and `where` names the place."""
+
+    kind: str
+    what: str
+    at: At | None = None
+    object: str = ""
+    nbytes: int = 0
+    where: str = "plan"
+
+    def __post_init__(self) -> None:
+        assert self.kind in RULES, f"no rule {self.kind}"
+
+    @property
+    def problem(self) -> Problem:
+        """The violation as users read it."""
+        rule = RULES[self.kind]
+        what = f"{self.what}\n    rule {self.kind}: {rule.says} ({rule.source})"
+        return Problem(what, str(self.at or self.where), rule.hint)
+
+    def __str__(self) -> str:
+        return str(self.problem)
+
+
+def amount(nbytes: int) -> str:
+    """Bytes for a message: `29.00 GiB`; small ones in bytes, so that one byte too many is seen."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 and nbytes % 2**20 == 0 else f"{nbytes:,} bytes"

@@ -1,0 +1,146 @@
+"""The summary says of windows and objects what the replay of the programs shows: same objects, same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollplex.ir.check.capacity import Cuts
+from rollplex.ir.check.facts import Facts, reads, streams, writes
+from rollplex.ir.check.residency import Replay
+from rollplex.ir.check.rules import Violation, amount
+from rollplex.ir.plan import PlannedObject, WindowSummary
+
+
+@dataclass(frozen=True)
+class Held:
+    """The windows in which each object can be in HBM, and those in which it is at the host only."""
+
+    hbm: dict[str, set[str]]
+    host: dict[str, set[str]]
+
+    @classmethod
+    def of(cls, cuts: Cuts, replays: dict[str, Replay]) -> Held:
+        """From the replays: a move belongs to the window it stands in, so the host has the windows around it."""
+        hbm = cuts.windows_of([s for r in replays.values() for s in r.spans])
+        host = cuts.windows_of([s for r in replays.values() for s in r.host_spans])
+        return cls(hbm, {name: found - hbm.get(name, set()) for name, found in host.items()})
+
+
+def window_bytes(facts: Facts, held: Held) -> Iterator[Violation]:
+    """`by_object` lists what is mapped in a window, with its bytes; `hbm_bytes` is their sum."""
+    for w in facts.plan.summary.windows:
+        live = {o.name: o.bytes for o in facts.objects.values() if w.name in held.hbm.get(o.name, ())}
+        for name in sorted({*live, *w.by_object}):
+            if w.by_object.get(name, 0) != live.get(name, 0):
+                what = f"says {amount(w.by_object.get(name, 0))} of {name}, {amount(live.get(name, 0))} are mapped"
+                yield Violation("window-bytes", what, object=name, nbytes=live.get(name, 0), where=w.name)
+        if w.hbm_bytes != sum(w.by_object.values()):
+            what = f"hbm_bytes are {w.hbm_bytes:,}, by_object sums to {sum(w.by_object.values()):,}"
+            yield Violation("window-bytes", what, where=w.name)
+
+
+def host_bytes(facts: Facts, held: Held) -> Iterator[Violation]:
+    """`host_bytes` are those of frozen weights and of what is at the host in a window."""
+    for w in facts.plan.summary.windows:
+        there = [o for o in facts.objects.values() if o.host_backed or w.name in held.host.get(o.name, ())]
+        total = sum(o.bytes for o in there)
+        if w.host_bytes != total:
+            names = ", ".join(o.name for o in there) or "nothing"
+            what = f"host_bytes are {w.host_bytes:,}, the replay holds {total:,} ({names})"
+            yield Violation("host-bytes", what, nbytes=total, where=w.name)
+
+
+def peak(facts: Facts) -> Iterator[Violation]:
+    """Peaks are the largest windows."""
+    summary = facts.plan.summary
+    windows = {w.name: w for w in summary.windows}
+    most = max((w.hbm_bytes for w in summary.windows), default=0)
+    if summary.peak_hbm_bytes != most:
+        yield Violation("peak", f"peak_hbm_bytes are {summary.peak_hbm_bytes:,}, the largest window has {most:,}")
+    if summary.peak_window not in windows or windows[summary.peak_window].hbm_bytes != most:
+        yield Violation("peak", f"peak_window is {summary.peak_window}, which does not hold the peak")
+    host = max((w.host_bytes for w in summary.windows), default=0)
+    if summary.peak_host_bytes != host:
+        yield Violation("peak", f"peak_host_bytes are {summary.peak_host_bytes:,}, the largest window has {host:,}")
+
+
+def residency_table(facts: Facts, held: Held) -> Iterator[Violation]:
+    """The table places every object in every window as the programs do (paper table 3)."""
+    for o in facts.objects.values():
+        if set(o.residency) != set(facts.windows):
+            yield Violation("residency-table", f"{o.name} has no place in every window", object=o.name, where=o.name)
+            continue
+        for window in facts.windows:
+            real = _place(held, o, window)
+            if real != _plain(o, window):
+                what = f"{o.name} is planned {o.residency[window]}, the programs have it {real}"
+                yield Violation("residency-table", what, object=o.name, where=window)
+
+
+def _place(held: Held, o: PlannedObject, window: str) -> str:
+    if window in held.hbm.get(o.name, ()):
+        return "hbm"
+    return "host" if window in held.host.get(o.name, ()) else "-"
+
+
+def _plain(o: PlannedObject, window: str) -> str:
+    """What is dropped is nowhere, if it may be dropped at all."""
+    place = o.residency[window]
+    may_drop = o.recomputable or o.class_ == "regenerable"
+    return "-" if place == "dropped" and may_drop else place
+
+
+def uses_table(facts: Facts) -> Iterator[Violation]:
+    """Steps use an object only in windows that the contract lists, and produce it first where it says."""
+    produced: set[str] = set()
+    for at in facts.steps():
+        for name in dict.fromkeys([*reads(at.step), *writes(at.step), *streams(at.step)]):
+            o = facts.objects[name]
+            resident = set(o.residency.values()) == {"hbm"}
+            if not resident and at.step.window not in (o.produced, *o.consumed):
+                yield Violation("uses-table", f"{name} is not planned to be used here", at, name)
+            if name not in produced and o.produced not in ("start", at.step.window):
+                yield Violation("uses-table", f"{name} is planned to be produced in {o.produced}", at, name)
+            produced.add(name)
+
+
+def feasible(facts: Facts) -> Iterator[Violation]:
+    """Feasible means that every window fits both capacities; an infeasible plan explains the first that does not."""
+    plan, over = facts.plan, _first_over(facts)
+    if plan.feasible and over:
+        yield Violation("feasible", f"feasible, and {over[0][1].name} is over capacity", nbytes=over[0][2])
+    if not plan.feasible and not over:
+        yield Violation("feasible", "infeasible, and every window fits")
+    if plan.feasible != (plan.infeasible is None):
+        says = "an" if plan.infeasible else "no"
+        yield Violation("infeasible", f"feasible is {plan.feasible}, and there is {says} explanation")
+    if plan.infeasible is None:
+        return
+    right = next((o for o in over if o[0] == plan.infeasible.resource), None)
+    if right is None or (right[1].name, right[2]) != (plan.infeasible.window, plan.infeasible.shortfall_bytes):
+        told = f"{plan.infeasible.window} lacks {plan.infeasible.shortfall_bytes:,} bytes of {plan.infeasible.resource}"
+        truth = f"{right[1].name} is first and lacks {right[2]:,}" if right else "no window does"
+        yield Violation("infeasible", f"{told}; by the windows {truth}", where=plan.infeasible.window)
+
+
+def _first_over(facts: Facts) -> list[tuple[str, WindowSummary, int]]:
+    """The first window over each capacity, and by how much."""
+    s = facts.plan.summary
+    over = [("hbm", w, w.hbm_bytes - s.capacity_bytes) for w in s.windows]
+    over += [("host", w, w.host_bytes - s.host_capacity_bytes) for w in s.windows]
+    found = {}
+    for resource, w, more in over:
+        if more > 0 and resource not in found:
+            found[resource] = (resource, w, more)
+    return list(found.values())
+
+
+def check_summary(facts: Facts, held: Held) -> Iterator[Violation]:
+    """Everything in which the summary and the programs differ."""
+    yield from window_bytes(facts, held)
+    yield from host_bytes(facts, held)
+    yield from peak(facts)
+    yield from residency_table(facts, held)
+    yield from uses_table(facts)
+    yield from feasible(facts)

@@ -1,0 +1,108 @@
+"""Values: what a task takes was made or received before, and nothing that depends on a response runs too early.
+
+controller   run load -> prompts        train   wait prompts    run prefix <- prompts
+rollout      run generate -> rollout    train   barrier rollout-complete    run train <- rollout, score
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollplex.ir.check.facts import BY_GROUP, ROLLOUT_COMPLETE, Facts
+from rollplex.ir.check.order import Order
+from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.steps import Run, Signal, Wait
+
+WHOLE = -1
+
+
+@dataclass
+class _Values:
+    """Values that each process has (by name: the microbatches it has them for), and those that depend on responses."""
+
+    held: dict[str, dict[str, set[int]]]
+    carried: dict[str, dict[str, set[int]]] = field(default_factory=dict)
+    responses: set[str] = field(default_factory=set)
+
+    def has(self, process: str, name: str, microbatch: int) -> bool:
+        return bool(self.held[process].get(name, set()) & {WHOLE, microbatch})
+
+
+def check_values(facts: Facts, order: Order) -> Iterator[Violation]:
+    """Follow the values through one execution; any other gives the same, for events are signalled once."""
+    values = _Values({p: {} for p in facts.programs})
+    for at in order.sequence:
+        match at.step:
+            case Run():
+                yield from _run(facts, values, at, at.step)
+            case Signal(event=event, carries=names):
+                lacking = [n for n in names if n not in values.held[at.process]]
+                for name in lacking:
+                    yield Violation("missing-value", f"carries {name}, which {at.process} does not have", at)
+                values.carried[event] = {n: values.held[at.process].get(n, {WHOLE}) for n in names}
+            case Wait(event=event):
+                values.held[at.process].update(values.carried.get(event, {}))
+            case _:
+                pass
+    yield from check_inputs(facts)
+
+
+def _run(facts: Facts, values: _Values, at: At, step: Run) -> Iterator[Violation]:
+    microbatch = step.microbatch if step.task in BY_GROUP else WHOLE
+    for name in step.inputs:
+        if not values.has(at.process, name, microbatch):
+            yield Violation("missing-value", f"takes {name}, which {at.process} neither made nor received", at)
+            values.held[at.process].setdefault(name, set()).add(WHOLE)
+    late = values.responses.intersection(step.inputs) or step.task in ("suffix", "train", "prefix_backward")
+    if late and not facts.past(at, ROLLOUT_COMPLETE):
+        yield Violation("suffix-before-rollout", "responses are final only behind barrier rollout-complete", at)
+    if step.task == "generate" and facts.past(at, ROLLOUT_COMPLETE):
+        yield Violation("suffix-before-rollout", "it still makes responses behind barrier rollout-complete", at)
+    for name in step.outputs:
+        values.held[at.process].setdefault(name, set()).add(microbatch)
+        if late or step.task == "generate":
+            values.responses.add(name)
+
+
+# ---- what the graph says a task needs
+
+
+def check_inputs(facts: Facts) -> Iterator[Violation]:
+    """A task lists every value that its graph node is made of and that another task makes (design.md section 4)."""
+    makers = {s.node for _, s in facts.runs("load", "generate", "host", "suffix")}
+    args = {r.name: set(_references([r.args, r.kwargs])) for r in facts.plan.graph}
+    losses = {s.role: s.node for _, s in facts.runs("grad_norm")}
+    known: dict[str, set[str]] = {}
+    for at, step in facts.runs("generate", "host", "prefix", "suffix", "train"):
+        node = losses.get(step.role, step.node) if step.task == "train" else step.node
+        if node not in known:
+            known[node] = _makers_behind(node, args, makers)
+        for name in sorted(known[node] - set(step.inputs)):
+            yield Violation("missing-input", f"%{node} is made of %{name}, which is not among its inputs", at)
+
+
+def _makers_behind(node: str, args: dict[str, set[str]], makers: set[str]) -> set[str]:
+    """The nearest nodes behind `node` that tasks of their own make."""
+    found: set[str] = set()
+    todo, seen = list(args.get(node, ())), set[str]()
+    while todo:
+        name = todo.pop()
+        if name in makers:
+            found.add(name)
+        elif name not in seen:
+            seen.add(name)
+            todo.extend(args.get(name, ()))
+    return found
+
+
+def _references(value: Any) -> Iterable[str]:
+    """Names in encoded arguments: {"ref": name}."""
+    if isinstance(value, dict):
+        if isinstance(value.get("ref"), str):
+            yield value["ref"]
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _references(item)

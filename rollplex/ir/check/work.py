@@ -1,0 +1,123 @@
+"""Work: every prompt group goes through prefix, suffix and backward once, with what each of them needs.
+
+frozen     prefix m  ->  suffix m                          trained    prefix m  ->  train m  ->  prefix_backward m
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from rollplex.ir.check.facts import BY_GROUP, Facts, reads
+from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.plan import PlannedObject
+from rollplex.ir.steps import Run
+
+CHAINS = (("prefix", "suffix"), ("prefix", "train"), ("train", "prefix_backward"))
+"""Of one role and prompt group, the first task comes before the second."""
+
+
+def roles(facts: Facts) -> dict[str, tuple[str, ...]]:
+    """The tasks that each role must go through: a trained role backward too, a role without a boundary none of them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for o in facts.objects.values():
+        if o.class_ == "boundary":
+            found[o.role] = ("prefix", "train", "prefix_backward") if o.role in facts.trained else ("prefix", "suffix")
+    return found
+
+
+def microbatches(facts: Facts) -> Iterator[Violation]:
+    """Each task works on every slot of its role's boundary exactly once (paper section 3.2)."""
+    done = Counter((s.role, s.task, s.microbatch) for _, s in facts.runs(*BY_GROUP))
+    for role, tasks in roles(facts).items():
+        boundary = facts.boundary(role)
+        assert boundary is not None
+        for task in tasks:
+            for m in range(boundary.slots):
+                if (times := done[role, task, m]) != 1:
+                    yield Violation("microbatch", f"{task} of {role} runs {times} times for group {m}", where=role)
+    for at, step in facts.runs(*BY_GROUP):
+        if step.task not in roles(facts).get(step.role, ()):
+            yield Violation("microbatch", f"{step.role or 'no role'} has no task {step.task}", at)
+
+
+def slots(facts: Facts) -> Iterator[Violation]:
+    """A task's group is one of its boundary's slots."""
+    for at, step in facts.runs(*BY_GROUP):
+        boundary = facts.boundary(step.role)
+        if boundary is not None and not 0 <= step.microbatch < boundary.slots:
+            what = f"group {step.microbatch}, where {boundary.name} has {boundary.slots} slots"
+            yield Violation("slot", what, at, boundary.name)
+
+
+def task_order(facts: Facts) -> Iterator[Violation]:
+    """A group's boundary exists before its suffix; its gradient is complete before it enters the prefix."""
+    first = {(s.role, s.task, s.microbatch): at for at, s in reversed(list(facts.runs(*BY_GROUP)))}
+    for (role, task, m), at in first.items():
+        for before in (a for a, b in CHAINS if b == task):
+            earlier = first.get((role, before, m))
+            if earlier is not None and earlier.index > at.index:
+                yield Violation("task-order", f"it runs before {earlier}", at)
+
+
+def task_objects(facts: Facts) -> Iterator[Violation]:
+    """A task reads its role's weights and boundary, and writes boundary or gradients."""
+    for at, step in facts.runs("generate", *BY_GROUP):
+        if not any(_weights(facts.objects[n], step) for n in step.reads):
+            yield Violation("task-objects", f"it reads no weights of {step.role}", at)
+        for verb, o in _expected(facts, step):
+            listed = step.reads if verb == "reads" else step.writes
+            if o not in listed:
+                yield Violation("task-objects", f"it {verb} no {o}", at, object=o)
+
+
+def _weights(o: PlannedObject, step: Run) -> bool:
+    return o.class_ == "regenerable" and o.role == step.role
+
+
+def _expected(facts: Facts, step: Run) -> Iterator[tuple[str, str]]:
+    boundary = facts.boundary(step.role)
+    if boundary is not None and step.task == "prefix":
+        yield "writes", boundary.name
+    if boundary is not None and step.task in ("suffix", "train"):
+        yield "reads", boundary.name
+    if step.task in ("train", "prefix_backward"):
+        yield from (("writes", name) for name in facts.gradients(step.role))
+
+
+def saved_state(facts: Facts) -> Iterator[Violation]:
+    """Offloading or dropping saved state keeps the serial autograd path (paper section 3.2)."""
+    prefixes = {(s.role, s.microbatch): s for _, s in facts.runs("prefix")}
+    for at, backward in facts.runs("prefix_backward"):
+        o, prefix = facts.saved(backward.role), prefixes.get((backward.role, backward.microbatch))
+        if o is None or prefix is None:
+            continue
+        made, used = o.name in (*prefix.writes, *prefix.streams), o.name in (*reads(backward), *backward.streams)
+        if made and not used:
+            yield Violation("saved-state", f"it does not use {o.name}, which its prefix has kept", at, o.name)
+        elif not made and used:
+            yield Violation("saved-state", f"it uses {o.name}, which its prefix has not kept", at, o.name)
+        elif not made and not o.recomputable:
+            yield Violation("saved-state", f"{o.name} is neither kept nor recomputable", at, o.name)
+        yield from _weights_again(facts, at, backward, prefix)
+
+
+def _weights_again(facts: Facts, at: At, backward: Run, prefix: Run) -> Iterator[Violation]:
+    """Backward reads the trained weights that forward read; recomputing reads all of them."""
+    kept = facts.saved(backward.role)
+    assert kept is not None
+    recomputes = kept.name not in (*backward.reads, *backward.streams)
+    for name in prefix.reads:
+        needed = name in facts.theta or (recomputes and facts.objects[name].class_ == "regenerable")
+        if needed and name not in backward.reads:
+            yield Violation("task-objects", f"it reads no {name}, which its prefix read", at, object=name)
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (
+    microbatches, slots, task_order, task_objects, saved_state,
+)  # fmt: skip
+
+
+def check_work(facts: Facts) -> tuple[Violation, ...]:
+    """Everything that is wrong with the work of an iteration."""
+    return tuple(v for check in CHECKS for v in check(facts))

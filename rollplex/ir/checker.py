@@ -1,0 +1,53 @@
+"""The checker: replays a plan without trusting the passes that made it, and refuses what cannot be run safely.
+
+    violations = check_plan(plan)        all of them, () for a good plan
+    verify_plan(plan)                    PlanError with all of them
+
+It reads programs and summary, knows no pass and no solver, and comes to its own conclusions; `check/` has one idea a
+file, `check/rules.py` the table of rules. The source is design.md section 4.
+"""
+
+from __future__ import annotations
+
+from rollplex.ir.check.capacity import Cuts, check_capacity
+from rollplex.ir.check.facts import Facts
+from rollplex.ir.check.form import check_form
+from rollplex.ir.check.order import execute
+from rollplex.ir.check.publication import check_publication
+from rollplex.ir.check.races import check_races
+from rollplex.ir.check.residency import check_residency, replay
+from rollplex.ir.check.rules import RULES, Rule, Violation
+from rollplex.ir.check.summary import Held, check_summary
+from rollplex.ir.check.values import check_values
+from rollplex.ir.check.work import check_work
+from rollplex.ir.errors import PlanError
+from rollplex.ir.plan import Plan
+
+__all__ = ["RULES", "Rule", "Violation", "check_plan", "verify_plan"]
+
+
+def check_plan(plan: Plan) -> tuple[Violation, ...]:
+    """Everything that is wrong with a plan.
+
+    A plan of wrong form is judged by its form alone, a plan whose programs never end not by their order in time.
+    An infeasible plan is held to everything but capacity.
+    """
+    facts = Facts(plan)
+    if wrong := check_form(facts):
+        return wrong
+    order, stuck = execute(facts)
+    replays = replay(facts)
+    found = [*stuck, *check_residency(replays), *check_work(facts), *check_publication(facts)]
+    if any(v.kind == "deadlock" for v in stuck):
+        return tuple(found)
+    cuts = Cuts(facts, order)
+    found += [*check_values(facts, order), *check_races(facts, order)]
+    if plan.feasible:
+        found += check_capacity(facts, cuts, replays)
+    return (*found, *check_summary(facts, Held.of(cuts, replays)))
+
+
+def verify_plan(plan: Plan) -> None:
+    """Raise PlanError with every violation, or return."""
+    if found := check_plan(plan):
+        raise PlanError(*(v.problem for v in found))
