@@ -25,7 +25,7 @@ from rollplex.ir import graph as graphs
 from rollplex.ir.errors import GraphError, Loc, Problem, RollplexError
 from rollplex.ir.ops import group_normalize, masked_mean, masked_sum
 from rollplex.ir.params import number
-from rollplex.ir.roles import Handle, host
+from rollplex.ir.roles import Role, host
 from rollplex.ir.tracing import Recorder, closest, named_graph
 from rollplex.ir.types import RoleKind
 
@@ -80,7 +80,7 @@ class Algorithm:
         return Loc(Path(self.file).name, self.line)
 
     @cached_property
-    def _used(self) -> Mapping[str, Handle]:
+    def _used(self) -> Mapping[str, Role]:
         return {h.name: h for h in self._run({}, None)[1]}
 
     @property
@@ -104,10 +104,10 @@ class Algorithm:
         graphs.verify(graph)
         return graph
 
-    def _run(self, params: Mapping[str, Any], roles: Mapping[str, RoleKind] | None) -> tuple[Graph, list[Handle]]:
+    def _run(self, params: Mapping[str, Any], roles: Mapping[str, RoleKind] | None) -> tuple[Graph, list[Role]]:
         values = self._values(params)
         recorder = Recorder(self.fn.__code__)
-        handles = [Handle(h, recorder, _declared(self, h, roles)) for h in self.handles if h not in values]
+        handles = [Role(h, recorder, _declared(self, h, roles)) for h in self.handles if h not in values]
         prompts = recorder.input(self.prompts, "Prompts", self.loc)
         prompts.node.meta["header"] = _header(self, values)
         arguments = {**{h.name: h for h in handles}, **{k: number(v, k) for k, v in values.items()}}
@@ -156,11 +156,11 @@ def _declared(algorithm: Algorithm, name: str, roles: Mapping[str, RoleKind] | N
     return by_annotation or by_job
 
 
-def _kind(handle: Handle) -> RoleKind:
+def _kind(handle: Role) -> RoleKind:
     return handle.kind or ("policy" if {"generate", "update"} & set(handle.uses) else "frozen")
 
 
-def _check_roles(algorithm: Algorithm, handles: list[Handle], roles: Mapping[str, RoleKind] | None) -> None:
+def _check_roles(algorithm: Algorithm, handles: list[Role], roles: Mapping[str, RoleKind] | None) -> None:
     """Every model the algorithm calls is in the job, and every role of the job is called; one role is the policy."""
     models = {h.name: h for h in handles if set(h.uses) - {"host"}}
     problems = []
@@ -185,7 +185,7 @@ def _check_roles(algorithm: Algorithm, handles: list[Handle], roles: Mapping[str
         raise GraphError(*problems)
 
 
-def _two_policies(first: Handle, second: Handle) -> Problem:
+def _two_policies(first: Role, second: Role) -> Problem:
     uses = {h.name: next((u for u in ("update", "generate") if u in h.uses), "declared") for h in (first, second)}
     trained = second if "update" in second.uses else first
     other = first if trained is second else second

@@ -1,4 +1,4 @@
-"""Load an algorithm from a user's file: exactly one, or the one that is named; every mistake is told without a traceback."""
+"""Load an algorithm from a file: the only one, or the one that is named; mistakes are told without a traceback."""
 
 from __future__ import annotations
 

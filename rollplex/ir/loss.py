@@ -98,7 +98,7 @@ class _Splitting:
     def _masked(self, node: Node) -> None:
         mask = g.bound_arguments(node)["mask"]
         if mask in self.state:
-            raise self._coupled(node)
+            raise self._coupled(node, f": its mask comes from the forward of `{self.role}`")
         if g.is_op(node, ops.masked_sum):
             self._emit(node)
             return
@@ -156,13 +156,10 @@ class _Splitting:
         self._add_step("prompts.count", "rx.rows", ({"ref": "prompts.lengths"},), self.update)
         return "prompts.count"
 
-    def _coupled(self, node: Node) -> GraphError:
-        name = g.record_name(node)
-        return GraphError(
-            f"the loss couples prompt groups through %{node.name} = {name}",
-            where=g.loc(node),
-            hint="use rx.masked_mean, .sum() or .mean() over prompts, or statistics within a group",
-        )
+    def _coupled(self, node: Node, why: str = "") -> GraphError:
+        what = f"the loss couples prompt groups through %{node.name} = {g.record_name(node)}{why}"
+        hint = "use rx.masked_mean, .sum() or .mean() over prompts, or statistics within a group"
+        return GraphError(what, where=g.loc(node), hint=hint)
 
     # ------------------------------------------------------------------------------------------------- the plan
 

@@ -8,16 +8,22 @@ from typing import Any, get_args
 
 from rollplex.ir import graph as graphs
 from rollplex.ir import ops
-from rollplex.ir.errors import GraphError, Loc
+from rollplex.ir.errors import Loc
 from rollplex.ir.ops import Returns
 from rollplex.ir.tracing import Recorder, Value, closest
 from rollplex.ir.types import RoleKind
 
-_METHODS = ("generate", "logprobs", "prefix", "suffix", "update")
+_USAGE = {
+    "generate": "rollout = actor.generate(prompts, n=n)",
+    "logprobs": "logp = actor.logprobs(prompts, rollout)",
+    "prefix": "kv = actor.prefix(prompts)",
+    "suffix": "logp = actor.suffix(kv, rollout)",
+    "update": "actor.update(loss)",
+}
 
 
 @dataclass(eq=False)
-class Handle:
+class Role:
     """A parameter without a default: a model once one of its methods is called, a host function inside `rx.host`."""
 
     name: str
@@ -37,7 +43,7 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self.recorder.refuse(f"a role has no `.{name}`: `{self.name}.{name}`", closest(name, _METHODS))
+        self.recorder.refuse(f"a role has no `.{name}`: `{self.name}.{name}`", closest(name, _USAGE))
 
     def __call__(self, *_args: object, **_kwargs: object) -> Any:
         self.recorder.refuse(f"`{self.name}` is called like a function", f"rx.host({self.name})(prompts, rollout)")
@@ -68,9 +74,10 @@ class Handle:
         """The boundary of the prompts: everything before the first response position."""
         self._struct(prompts, "Prompts", "prefix")
         if self.recorder.responds(prompts):
+            name = self.recorder.name_of(prompts)
             self.recorder.refuse(
-                f"a prefix of `{prompts.node.name}`, which depends on the response",
-                f"use {self.name}.logprobs({prompts.node.name}, ..): it runs whole, after the rollout",
+                f"a prefix of `{name}`, which depends on the response",
+                f"use {self.name}.logprobs({name}, ..): it runs whole, after the rollout",
             )
         return self._record(ops.prefix, prompts)
 
@@ -97,8 +104,8 @@ class Handle:
 
     def _struct(self, value: Any, struct: str, method: str) -> None:
         if not isinstance(value, Value) or value.node.meta["struct"] != struct:
-            shown = value.node.name if isinstance(value, Value) else repr(value)
-            self.recorder.refuse(f"{self.name}.{method} takes {struct}, not {shown}", "")
+            shown = f"`{self.recorder.name_of(value)}`" if isinstance(value, Value) else repr(value)
+            self.recorder.refuse(f"{self.name}.{method} takes {struct}, not {shown}", _USAGE[method])
 
     def _record(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
         value = self.recorder.record(fn, self.name, *args, **kwargs)
@@ -115,9 +122,11 @@ class HostCall:
 
     def __call__(self, *args: Any) -> Any:
         traced = next((a for a in args if isinstance(a, Value)), None)
+        if traced is not None and self.returns not in get_args(Returns):
+            traced.tracer.refuse(f"rx.host(.., returns={self.returns!r})", closest(self.returns, get_args(Returns)))
         if traced is not None:
             return traced.tracer.record(ops.host, self._name(traced.tracer), *args, returns=self.returns)
-        if isinstance(self.fn, Handle):
+        if isinstance(self.fn, Role):
             self.fn.recorder.refuse(
                 f"{self.fn!r} needs prompts or a rollout", f"rx.host({self.fn.name})(prompts, rollout)"
             )
@@ -125,7 +134,7 @@ class HostCall:
 
     def _name(self, recorder: Recorder) -> str:
         """The name of a parameter, noted as a host function, or the address of a function."""
-        if not isinstance(self.fn, Handle):
+        if not isinstance(self.fn, Role):
             return host_name(self.fn, recorder)
         self.fn.uses.setdefault("host", recorder.here())
         return self.fn.name
@@ -150,6 +159,4 @@ def host(fn: Any, returns: Returns = "scores") -> HostCall:
     `returns`: "scores" [prompt, group]; "prompts", one for each prompt; "sample_prompts", one for each response;
     "rollout", given responses.
     """
-    if returns not in get_args(Returns):
-        raise GraphError(f"rx.host(.., returns={returns!r})", hint=closest(str(returns), get_args(Returns)))
     return HostCall(fn, returns)

@@ -29,8 +29,8 @@ class TorchOp:
 _POINTWISE = """abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sigmoid logit
     sin cos tan sinh cosh tanh asin acos atan asinh acosh atanh erf erfc lgamma digamma relu sgn sign
     trunc frac floor ceil round clamp clamp_min clamp_max clip minimum maximum fmin fmax add sub subtract
-    mul multiply div divide true_divide pow float_power lerp where addcmul addcdiv logaddexp logaddexp2 fmod remainder floor_divide heaviside copysign
-    atan2 hypot xlogy masked_fill nan_to_num detach clone positive"""
+    mul multiply div divide true_divide pow float_power lerp where addcmul addcdiv logaddexp logaddexp2
+    fmod remainder floor_divide heaviside copysign atan2 hypot xlogy masked_fill nan_to_num detach clone positive"""
 _UNDIFFERENTIABLE = """eq ne lt le gt ge logical_and logical_or logical_not logical_xor
     bitwise_and bitwise_or bitwise_xor bitwise_not isnan isinf isfinite zeros_like ones_like full_like"""
 _CASTS = "float double half bfloat16 to"

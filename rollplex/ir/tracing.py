@@ -74,7 +74,7 @@ class Value(Proxy):
         )
 
     def __call__(self, *_args: object, **_kwargs: object) -> Any:
-        raise self.tracer.error(f"%{self.node.name} is a value, not a function", "")
+        raise self.tracer.error(f"`{self.tracer.name_of(self)}` is a value, not a function", "drop the call")
 
 
 class Recorder(GraphAppendingTracer):
@@ -173,7 +173,7 @@ class Recorder(GraphAppendingTracer):
             if isinstance(arg, Value) and arg.node.meta["struct"] is not None:
                 struct = arg.node.meta["struct"]
                 fields = ", ".join(f".{f}" for f in FIELDS[struct]) or "none that maths can use"
-                self.refuse(f"`{name}` on {arg.node.name}, which is {struct}, not a tensor", f"its fields are {fields}")
+                self.refuse(f"`{name}` on {self.name_of(arg)}, which is a {struct}", f"its fields are {fields}")
 
     def _argument(self, value: Any) -> Any:
         """A value as an fx argument; only numbers, strings, dtypes and traced values may stand in a plan."""
@@ -219,6 +219,11 @@ class Recorder(GraphAppendingTracer):
             f"a value of `{gone}` is used after its update at line {self.updated[gone].line}",
             f"move the line before {gone}.update(..): after it, theta is already that of the next step",
         )
+
+    def name_of(self, value: Value) -> str:
+        """The user's name for a value, if it has one by now."""
+        self._name_values()
+        return value.node.meta["label"] or value.node.name
 
     def responds(self, value: Value) -> bool:
         """Whether a value depends on a response sampled in this step."""
