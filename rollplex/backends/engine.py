@@ -7,6 +7,7 @@ same protocol, and the executor cannot tell them apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,8 +34,7 @@ class TrainedState:
     """What the runtime's optimizer works on: the rank's trained parameters in their flat order, and where they lie.
 
     `current(name)` is gradients, master or moments as one flat tensor of `dtype`, wherever the plan has it now (it may
-    be longer than needed: pages); `workspace()` is the flat room for chunks in flight, None to update in place.
-    `weights[name]` are the parameters that engines read; a chunk's cast result goes there.
+    be longer than needed: pages). `weights[name]` are the parameters that engines read: there a cast result goes.
     """
 
     role: str
@@ -42,7 +42,6 @@ class TrainedState:
     dtype: torch.dtype
     weights: Mapping[str, Tensor]
     current: Callable[[str], Tensor]
-    workspace: Callable[[], Tensor | None]
 
 
 class Objects(Protocol):
@@ -82,6 +81,10 @@ class Objects(Protocol):
 
     def window(self, name: str) -> None:
         """A window begins in this process."""
+        ...
+
+    def measure(self, names: Sequence[str], step: str) -> AbstractContextManager[None]:
+        """While the block runs, measure its working memory inside the workspace among `names`, if there is one."""
         ...
 
 

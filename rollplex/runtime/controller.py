@@ -159,7 +159,8 @@ class Controller:
                 self._hand_out(name, fds)
             case Ready(facts):
                 self.facts[process] = facts
-            case Finished(_, report):
+            case Finished(iteration, report):
+                self.timeline.rest(process, iteration)
                 self.reports[process] = report
             case Answer(_, result):
                 self._answers[process] = result

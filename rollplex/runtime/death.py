@@ -23,10 +23,12 @@ _WHY = {
 
 def place(member: Member, timeline: Timeline) -> str:
     """`run generate rollout mb 0, window P1 decode, iteration 3`, or that it was still starting."""
-    if member.process not in timeline.current:
-        return "while it was starting"
-    iteration, step = timeline.current[member.process]
-    return f"in step `{describe(step)}`, window {step.window}, iteration {iteration}"
+    if member.process in timeline.current:
+        iteration, step = timeline.current[member.process]
+        return f"in step `{describe(step)}`, window {step.window}, iteration {iteration}"
+    if member.process in timeline.finished:
+        return f"after iteration {timeline.finished[member.process]}"
+    return "while it was starting"
 
 
 def status(member: Member, within_s: float) -> int | None:

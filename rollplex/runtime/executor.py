@@ -9,6 +9,7 @@ names the step and the object, before the step runs.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 from rollplex.ir.errors import EngineError
 from rollplex.ir.steps import (
@@ -70,7 +71,8 @@ def execute(state: ProcessState, step: Step) -> None:
         case Run():
             _run(state, step, text)
         case UpdateChunk():
-            state.optimizer.chunk(step)
+            with _measured(state, step, text):
+                state.optimizer.chunk(step)
             _wrote(state, step.writes, text)
         case Exchange():
             state.memory.exchange(step)
@@ -113,10 +115,15 @@ def _run(state: ProcessState, step: Run, text: str) -> None:
     if step.task == "grad_norm":
         outputs = dict.fromkeys(step.outputs, state.optimizer.norm())
     else:
-        outputs = state.tasks.run(step, take(state.values, step.inputs))
+        with _measured(state, step, text):
+            outputs = state.tasks.run(step, take(state.values, step.inputs))
     assert set(outputs) == set(step.outputs), f"{text} made {sorted(outputs)}, planned {sorted(step.outputs)}"
     state.values.update(outputs)
     _wrote(state, step.writes, text)
+
+
+def _measured(state: ProcessState, step: Run | UpdateChunk, text: str) -> AbstractContextManager[None]:
+    return state.engine.objects.measure(step.writes, text) if state.engine else nullcontext()
 
 
 def _wrote(state: ProcessState, names: tuple[str, ...], text: str) -> None:

@@ -38,7 +38,7 @@ TRAIN = ProcessId("train", 0)
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a complete run leaves: `digests` are sha256 of all training state, `facts` what engines said of themselves."""
+    """What a complete run leaves: `digests` are sha256 of all training state, `facts` what engines state."""
 
     report: Report
     digests: dict[str, str]

@@ -26,11 +26,12 @@ class Span:
 
 @dataclass
 class Timeline:
-    """All spans so far, and the step that each process is in now (or was in last)."""
+    """All spans so far; the step that each process is in (between steps: was in last), its last complete iteration."""
 
     programs: Mapping[ProcessId, Sequence[Step]]
     spans: list[Span] = field(default_factory=list)
     current: dict[ProcessId, tuple[int, Step]] = field(default_factory=dict)
+    finished: dict[ProcessId, int] = field(default_factory=dict)
 
     def enter(self, process: ProcessId, iteration: int, index: int) -> Step:
         """A process begins a step of its program."""
@@ -43,6 +44,11 @@ class Timeline:
         span = Span(process, iteration, self.programs[process][index], start_ns, stop_ns)
         self.spans.append(span)
         return span
+
+    def rest(self, process: ProcessId, iteration: int) -> None:
+        """The process is through with an iteration."""
+        self.current.pop(process, None)
+        self.finished[process] = iteration
 
     def of(self, iteration: int) -> list[Span]:
         """The spans of one iteration."""

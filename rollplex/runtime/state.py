@@ -46,8 +46,7 @@ def engine_state(process: ProcessId, plan: Plan, job: Job, link: Link, engine: E
     """The state of an engine process before its first iteration: what the plan says is there is produced."""
     there = {o.name for o in plan.summary.objects if o.start == "hbm" and process.kind in (o.process, *o.readers)}
     trained = engine.trained()
-    elements = plan.summary.chunks.optimizer.elements
-    update = StreamedUpdate(job.optimizer, trained, elements) if trained else None
+    update = StreamedUpdate(job.optimizer, trained) if trained else None
     return ProcessState(process, plan.programs[process.kind], link, engine, engine, update, produced=there)
 
 

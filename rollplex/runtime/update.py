@@ -19,6 +19,7 @@ from rollplex.runtime.optimizer import (
     ChunkedAdam,
     FlatState,
     Workspace,
+    allocate_workspace,
     clip_scale,
     flat_layout,
     global_norm,
@@ -28,7 +29,7 @@ from rollplex.runtime.optimizer import (
 class StreamedUpdate:
     """The optimizer of one rank; `steps` counts updates, `metrics` are those of the last one."""
 
-    def __init__(self, options: Optimizer, trained: TrainedState, chunk_elements: int) -> None:
+    def __init__(self, options: Optimizer, trained: TrainedState) -> None:
         self.options = options
         self.trained = trained
         self.slabs = flat_layout(trained.sizes)
@@ -36,14 +37,11 @@ class StreamedUpdate:
         self.steps = 0
         self.metrics: dict[str, float] = {}
         self._scale = 1.0
-        self._chunk_elements = chunk_elements
         self._covered: list[tuple[int, int]] = []
 
     def state(self) -> FlatState:
         """Master, moments and gradient where they are now."""
-        moments = self.trained.current("moments")
-        first, second = moments[: self.numel], moments[self.numel : 2 * self.numel]
-        return FlatState(self._flat("master"), first, second, self._flat("gradients"))
+        return FlatState(self._flat("master"), *self._moments(), self._flat("gradients"))
 
     def norm(self) -> float:
         """The gradient's global norm; sets the scale that clips every chunk of this step."""
@@ -57,8 +55,9 @@ class StreamedUpdate:
         if not self._covered:
             self.steps += 1
         self._covered.append((step.start, step.stop))
-        workspace = self._workspace(step.index, step.stop - step.start)
-        self._adam().step([(step.start, step.stop)], self.steps, self._scale, workspace)
+        state = self.state()
+        workspace = self._workspace(step, state)
+        self._adam(state).step([(step.start, step.stop)], self.steps, self._scale, workspace)
 
     def publish(self, step: Publish) -> None:
         """EngineError unless the chunks of this step cover the parameters exactly once."""
@@ -74,25 +73,25 @@ class StreamedUpdate:
 
     def digests(self) -> dict[str, str]:
         """sha256 of master weights and moments."""
-        state = self.state()
-        parts = {"master": state.master, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        first, second = self._moments()
+        parts = {"master": self._flat("master"), "exp_avg": first, "exp_avg_sq": second}
         return {f"{self.trained.role}.{name}": digest(part) for name, part in parts.items()}
 
     def _flat(self, name: str) -> Tensor:
         return self.trained.current(name)[: self.numel]
 
-    def _adam(self) -> ChunkedAdam:
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        both = self.trained.current("moments")
+        return both[: self.numel], both[self.numel : 2 * self.numel]
+
+    def _adam(self, state: FlatState) -> ChunkedAdam:
         options = self.options
         config = AdamConfig(options.lr, options.betas, options.eps, options.weight_decay)
-        return ChunkedAdam(config, self.slabs, self.state(), self.trained.weights)
+        return ChunkedAdam(config, self.slabs, state, self.trained.weights)
 
-    def _workspace(self, index: int, elements: int) -> Workspace | None:
-        """The workspace slot that this chunk uses; None where the plan updates in place."""
-        flat = self.trained.workspace()
-        if flat is None:
-            return None
-        size = 4 * max(self._chunk_elements, elements)
-        slots = flat.numel() // size
-        assert slots, f"a workspace of {flat.numel()} elements for chunks of {elements}"
-        first = index % slots * size
-        return Workspace(*flat[first : first + size].chunk(4))
+    def _workspace(self, step: UpdateChunk, state: FlatState) -> Workspace:
+        """Room of the chunk's own for state that is streamed, the state itself where it is resident."""
+        if step.streams:
+            return allocate_workspace(step.stop - step.start, self.trained.dtype)
+        parts = (state.master, state.exp_avg, state.exp_avg_sq, state.grad)
+        return Workspace(*(part[step.start : step.stop] for part in parts))

@@ -1,6 +1,6 @@
 """The planned objects of one host process: arenas for what has bytes of its own, reservations for temporaries.
 
-in an arena      weights, boundary, saved state, KV, gradients, master, moments, optimizer workspace
+in an arena      weights, boundary, saved state, KV, gradients, master, moments
 reserved only    workspaces and activations: torch allocates them, the ledger counts them, `measure` says how much
 in the pool      what the plan puts on the host in some window, and what starts there
 """
@@ -19,7 +19,7 @@ from rollplex.backends.host.objects import ObjectStore, StoredObject
 from rollplex.backends.host.pinned import PinnedPool, SlotSpec
 from rollplex.ir.plan import Plan, PlannedObject
 
-_TEMPORARY = ("prefix_workspace", "score_workspace", "activations", "runtime")
+_TEMPORARY = ("prefix_workspace", "score_workspace", "activations", "runtime", "workspace")
 IDLE = ""  # the window between two iterations
 
 
@@ -44,6 +44,7 @@ class PlannedObjects:
         self.owned = {o.name: o for o in plan.summary.objects if o.process == kind}
         self.imported = {o.name: o for o in plan.summary.objects if kind in o.readers}
         self._store = ObjectStore(self.ledger)
+        self.measuring = True
         self._reserved: set[str] = set()
         known = [*self.owned.values(), *self.imported.values()]
         self._arenas: dict[str, HostArena] = {
@@ -90,6 +91,16 @@ class PlannedObjects:
         self.ledger.mark(name)
         self._host_ledger.mark(name)
 
+    @contextmanager
+    def measure(self, names: Sequence[str], step: str) -> Iterator[None]:
+        temporary = [name for name in names if is_temporary(name)]
+        if not temporary or not self.measuring:
+            yield
+            return
+        with LiveBytes() as live:
+            yield
+        self.ledger.touch(temporary[0], live.peak_bytes, step)
+
     # ---- what the engine asks for
 
     def start(self) -> None:
@@ -131,17 +142,6 @@ class PlannedObjects:
         """Inodes of shared pages: equal in two processes that hold the same physical copy."""
         shared = [*(o.name for o in self.owned.values() if o.readers), *self.imported]
         return {name: self._arenas[name].inodes() for name in shared if self.mapped(name)}
-
-    @contextmanager
-    def measure(self, names: Sequence[str], step: str) -> Iterator[None]:
-        """Measure the working memory of the block inside the temporaries among `names`."""
-        temporary = [name for name in names if is_temporary(name)]
-        if not temporary:
-            yield
-            return
-        with LiveBytes() as live:
-            yield
-        self.ledger.touch(temporary[0], live.peak_bytes, step)
 
     def take_log(self) -> tuple[list[Event], list[Mark]]:
         """The device's log since the last call."""

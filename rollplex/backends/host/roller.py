@@ -36,7 +36,6 @@ class RolloutEngine:
         self._generator = torch.Generator()
         self._sampled: str = ""
         self._metrics: dict[str, float] = {}
-        self._measuring = True
         self._objects.start()
 
     @property
@@ -57,14 +56,13 @@ class RolloutEngine:
 
     def begin(self, iteration: int) -> None:
         self._generator.manual_seed(_mixed(self.job.run.seed, iteration))
-        self._measuring = iteration == 0
+        self._objects.measuring = iteration == 0
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
         (prompts,) = (inputs[name] for name in step.inputs)
         started = time.monotonic()
-        with self._objects.measure(step.writes if self._measuring else (), "generate"):
-            rollout = self._generate(prompts)
+        rollout = self._generate(prompts)
         self._note(rollout, time.monotonic() - started)
         return dict.fromkeys(step.outputs, rollout)
 

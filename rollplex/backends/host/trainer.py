@@ -30,8 +30,6 @@ from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Rebuild, Run
 
-WORKSPACE = "optimizer.workspace"
-
 
 @dataclass
 class Group:
@@ -55,7 +53,6 @@ class TrainEngine:
         self._replicas = {role: Replica(job, role, self._objects, role == self.role) for role in roles}
         self._loss = StepLoss(plan)
         self._groups: dict[int, Group] = {}
-        self._measuring = True
         self._accumulate()
         self._objects.start()
         self._fill()
@@ -78,12 +75,12 @@ class TrainEngine:
     def trained(self) -> TrainedState:
         sizes = tuple((t.name, t.numel) for t in trained_tensors(self.job, self.role))
         weights = {name: self._replicas[self.role].weights[name] for name, _ in sizes}
-        return TrainedState(self.role, sizes, self.state_dtype, weights, self._state, self._workspace)
+        return TrainedState(self.role, sizes, self.state_dtype, weights, self._state)
 
     def begin(self, iteration: int) -> None:
         self._groups = {m: Group() for m in range(self.job.prompts_per_rank)}
         self._loss.begin()
-        self._measuring = iteration == 0
+        self._objects.measuring = iteration == 0
 
     def finish(self) -> EngineReport:
         self._groups.clear()
@@ -105,18 +102,17 @@ class TrainEngine:
     # ---- tasks
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
-        with self._objects.measure(step.writes if self._measuring else (), f"{step.task} {step.role}"):
-            match step.task:
-                case "prefix":
-                    self._prefix(step, inputs)
-                case "suffix":
-                    self._suffix(step, inputs)
-                case "train":
-                    self._train(step, inputs)
-                case "prefix_backward":
-                    self._prefix_backward(step)
-                case _:
-                    raise AssertionError(f"{step.task} is no task of a training rank")
+        match step.task:
+            case "prefix":
+                self._prefix(step, inputs)
+            case "suffix":
+                self._suffix(step, inputs)
+            case "train":
+                self._train(step, inputs)
+            case "prefix_backward":
+                self._prefix_backward(step)
+            case _:
+                raise AssertionError(f"{step.task} is no task of a training rank")
         return {name: self._loss.scored(name) for name in step.outputs}
 
     def exchange(self, step: Exchange) -> None:
@@ -188,9 +184,6 @@ class TrainEngine:
     def _state(self, name: str) -> Tensor:
         """Gradients, master or moments where they are now."""
         return self._objects.current(f"{self.role}.{name}", self.state_dtype)
-
-    def _workspace(self) -> Tensor | None:
-        return self._objects.pages(WORKSPACE, self.state_dtype) if self._objects.has(WORKSPACE) else None
 
     def _accumulate(self) -> None:
         """Autograd adds each trained parameter's gradient to its slab as soon as it is final, and keeps none itself."""
