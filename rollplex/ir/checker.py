@@ -17,7 +17,7 @@ from rollplex.ir.check.publication import check_publication
 from rollplex.ir.check.races import check_races
 from rollplex.ir.check.residency import check_residency, replay
 from rollplex.ir.check.rules import RULES, Rule, Violation
-from rollplex.ir.check.summary import Held, check_summary
+from rollplex.ir.check.summary import Places, check_summary
 from rollplex.ir.check.values import check_values
 from rollplex.ir.check.work import check_work
 from rollplex.ir.errors import PlanError
@@ -40,11 +40,11 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
     found = [*stuck, *check_residency(replays), *check_work(facts), *check_publication(facts)]
     if any(v.kind == "deadlock" for v in stuck):
         return tuple(found)
-    cuts = Cuts(facts, order)
-    found += [*check_values(facts, order), *check_races(facts, order)]
+    cuts, held = Cuts(facts, order), {process: one.spans for process, one in replays.items()}
+    found += [*check_values(facts, order), *check_races(facts, order, cuts, held)]
     if plan.feasible:
-        found += check_capacity(facts, cuts, replays)
-    return (*found, *check_summary(facts, Held.of(cuts, replays)))
+        found += check_capacity(facts, cuts, tuple(held.values()))
+    return (*found, *check_summary(facts, Places.of(cuts, tuple(held.values()))))
 
 
 def verify_plan(plan: Plan) -> None:

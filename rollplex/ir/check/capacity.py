@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from rollplex.ir.check.facts import TIMELINE, Facts
+from rollplex.ir.check.held import Span, Spans
 from rollplex.ir.check.order import Order
-from rollplex.ir.check.residency import Replay, Span
 from rollplex.ir.check.rules import Violation, amount
 
 Cut = dict[str, int]
@@ -80,16 +80,14 @@ class Load:
     """Bytes that one program holds in every state of its own."""
 
     process: str
-    nbytes: tuple[int, ...]
+    nbytes: list[int]
+    _heaviest: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def heaviest(self, low: int, stop: int) -> int:
-        """The state with the most bytes among low .. stop-1."""
-        return _heaviest(self.nbytes, low, stop)
-
-
-@lru_cache(maxsize=4096)
-def _heaviest(nbytes: tuple[int, ...], low: int, stop: int) -> int:
-    return max(range(low, stop), key=nbytes.__getitem__)
+        """The state with the most bytes among low .. stop-1; programs wait for each other, so few pairs are asked."""
+        if (low, stop) not in self._heaviest:
+            self._heaviest[low, stop] = max(range(low, stop), key=self.nbytes.__getitem__)
+        return self._heaviest[low, stop]
 
 
 def loads(facts: Facts, spans: Sequence[Span]) -> list[Load]:
@@ -104,7 +102,7 @@ def loads(facts: Facts, spans: Sequence[Span]) -> list[Load]:
         for step in change[:-1]:
             total += step
             held.append(total)
-        found.append(Load(process, tuple(held)))
+        found.append(Load(process, held))
     return found
 
 
@@ -133,21 +131,17 @@ def _grow(cuts: Cuts, cut: Cut, rest: list[Load]) -> Cut:
     return max(options, key=lambda c: sum(load.nbytes[c[load.process]] for load in rest))
 
 
-def check_capacity(facts: Facts, cuts: Cuts, replays: dict[str, Replay]) -> Iterator[Violation]:
+def check_capacity(facts: Facts, cuts: Cuts, held: Sequence[Spans]) -> Iterator[Violation]:
     """Nothing over HBM or the pinned pool in any reachable state of a feasible plan (design.md section 4)."""
     summary = facts.plan.summary
     for kind, capacity, device, spans in (
-        ("capacity", summary.capacity_bytes, "the GPU", [s for r in replays.values() for s in r.spans]),
-        ("host-capacity", summary.host_capacity_bytes, "the pinned pool", _host_spans(replays)),
+        ("capacity", summary.capacity_bytes, "the GPU", [s for one in held for s in one.pages]),
+        ("host-capacity", summary.host_capacity_bytes, "the pinned pool", [s for one in held for s in one.host]),
     ):
         for window, peak in peaks(cuts, loads(facts, spans)).items():
             if peak.nbytes > capacity:
                 what = f"{device} has {amount(capacity)}; {amount(peak.nbytes)} are live{_live(facts, spans, peak.cut)}"
                 yield Violation(kind, what, nbytes=peak.nbytes - capacity, where=f"{window} ({_state(peak.cut)})")
-
-
-def _host_spans(replays: dict[str, Replay]) -> list[Span]:
-    return [s for r in replays.values() for s in r.host_spans]
 
 
 def _live(facts: Facts, spans: list[Span], cut: Cut) -> str:

@@ -72,14 +72,22 @@ class Facts:
         return at.index > self.barriers.get((at.process, barrier), len(self.programs[at.process]))
 
     @cached_property
+    def groups(self) -> list[tuple[At, Run]]:
+        """Every run that works on one prompt group."""
+        return list(self.runs(*BY_GROUP))
+
+    @cached_property
     def trained(self) -> tuple[str, ...]:
         """Roles that the plan updates."""
         return tuple(dict.fromkeys(at.step.role for at in self.steps() if isinstance(at.step, UpdateChunk)))
 
     def frozen_part(self, o: PlannedObject) -> bool:
         """Whether the job freezes this part of a trained role: its vision tower."""
-        role = self.plan.job.get("roles", {}).get(o.role, {})
-        return o.name.endswith(".vision") and "vision" in role.get("freeze", ())
+        match self.plan.job:
+            case {"roles": {o.role: {"freeze": list() | tuple() as parts}}}:
+                return o.name.endswith(".vision") and "vision" in parts
+            case _:
+                return False
 
     @cached_property
     def theta(self) -> dict[str, str]:
@@ -90,23 +98,28 @@ class Facts:
             if o.class_ == "regenerable" and o.role in self.trained and not o.host_backed and not self.frozen_part(o)
         }
 
+    @cached_property
+    def _gradients(self) -> dict[str, tuple[str, ...]]:
+        norms = [s for _, s in self.runs("grad_norm")]
+        return {role: tuple({n: 0 for s in norms if s.role == role for n in s.reads}) for role in self.trained}
+
     def gradients(self, role: str) -> tuple[str, ...]:
         """What the gradient norm of a role is taken over."""
-        found = (s.reads for _, s in self.runs("grad_norm") if s.role == role)
-        return tuple(dict.fromkeys(name for reads in found for name in reads))
+        return self._gradients.get(role, ())
 
     def permanent(self, role: str) -> tuple[str, ...]:
         """Master weights and optimizer state of a role."""
         return tuple(o.name for o in self.objects.values() if o.class_ == "permanent" and o.role == role)
 
-    def boundary(self, role: str) -> PlannedObject | None:
-        """What a role's suffix needs of its prefix."""
-        return next((o for o in self.objects.values() if o.class_ == "boundary" and o.role == role), None)
+    @cached_property
+    def boundaries(self) -> dict[str, PlannedObject]:
+        """What each role's suffix needs of its prefix."""
+        return {o.role: o for o in self.objects.values() if o.class_ == "boundary"}
 
-    def saved(self, role: str) -> PlannedObject | None:
-        """What a role's prefix saves for its backward."""
-        found = (o for o in self.objects.values() if o.class_ == "phase-local" and o.role == role)
-        return next((o for o in found if o.attached), None)
+    @cached_property
+    def saved(self) -> dict[str, PlannedObject]:
+        """What each role's prefix saves for its backward."""
+        return {o.role: o for o in self.objects.values() if o.class_ == "phase-local" and o.attached}
 
     def parts(self, step: Step, o: PlannedObject) -> frozenset[int]:
         """Slots of an object that a step touches: the microbatch's, or all of them."""

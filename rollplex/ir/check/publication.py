@@ -103,12 +103,19 @@ def chunk_state(u: Update) -> Iterator[Violation]:
     """A chunk has gradient, master weights and moments at hand, each once, and writes every part of the snapshot."""
     needed = (*u.facts.gradients(u.role), *u.facts.permanent(u.role))
     written = {n for _, c in u.chunks for n in c.writes if n in u.facts.theta} | {n for _, n in u.published}
+    first = _lists(u.chunks[0][1])
     for at, chunk in u.chunks:
+        if _lists(chunk) != first:
+            yield Violation("chunk-state", f"it does not list what chunk {u.chunks[0][1].index} lists", at)
         for name in needed:
             if (times := (*chunk.reads, *chunk.streams).count(name)) != 1:
                 yield Violation("chunk-state", f"it lists {name} {times} times", at, name)
         for name in sorted(written - set(chunk.writes)):
             yield Violation("chunk-state", f"it leaves {name} as it was", at, name)
+
+
+def _lists(chunk: UpdateChunk) -> tuple[frozenset[str], ...]:
+    return frozenset(chunk.reads), frozenset(chunk.writes), frozenset(chunk.streams)
 
 
 def gradients(u: Update) -> Iterator[Violation]:
@@ -164,8 +171,10 @@ def rebuilds(u: Update) -> Iterator[Violation]:
         yield from _rebuilt_late(u, found)
     shared = u.snapshot is not None and u.facts.objects[u.snapshot].readers
     rebuilt = any(isinstance(at.step, Rebuild) for at in u.facts.steps())
-    if shared and u.facts.plan.summary.layout.case3_buffer_bytes > 0 and not rebuilt:
-        yield Violation("missing-rebuild", "the layout has case-3 tensors, and nothing rebuilds them", where=u.role)
+    case3 = u.facts.plan.summary.layout.case3_buffer_bytes
+    if shared and rebuilt != (case3 > 0):
+        what = f"case-3 tensors have {case3:,} bytes, and {'something is' if rebuilt else 'nothing is'} rebuilt"
+        yield Violation("missing-rebuild", what, nbytes=case3, where=u.role)
 
 
 def _rebuilt_late(u: Update, found: list[At]) -> Iterator[Violation]:
@@ -199,6 +208,31 @@ def publish(u: Update) -> Iterator[Violation]:
         yield Violation("publish-order", f"{late[0]} comes after it", at, name)
 
 
+def before_quiet(facts: Facts) -> Iterator[Violation]:
+    """Whatever rewrites or publishes weights stands behind theta-quiet and concerns weights (paper section 3.1)."""
+    for at in facts.steps():
+        name = at.step.object if isinstance(at.step, Publish) else _made(at.step)
+        if name is None:
+            continue
+        if name not in facts.theta:
+            yield Violation("publish", f"{name} holds no weights that the update changes", at, name)
+        elif not facts.past(at, THETA_QUIET):
+            yield Violation("update-before-quiet", f"engines may still read {name}", at, name)
+
+
+def tensor_parallel(facts: Facts) -> Iterator[Violation]:
+    """q training ranks make up one rollout rank, on the snapshot's process and on its readers'."""
+    q = facts.plan.summary.layout.q
+    for role in facts.trained:
+        for o in (o for o in facts.objects.values() if facts.theta.get(o.name) == role):
+            wide = facts.plan.processes[o.process].tensor_parallel
+            for reader in o.readers:
+                narrow = facts.plan.processes[reader].tensor_parallel
+                if wide != q * narrow:
+                    what = f"q is {q}, {o.process} has TP {wide} and {reader} TP {narrow}"
+                    yield Violation("layout", what, object=o.name, where=o.name)
+
+
 CHECKS: tuple[Callable[[Update], Iterator[Violation]], ...] = (
     chunks, sizes, chunk_state, gradients, exchange, rebuilds, publish,
 )  # fmt: skip
@@ -208,6 +242,8 @@ def check_publication(facts: Facts) -> Iterator[Violation]:
     """Everything that is wrong with phase P3; without any update there is nothing to train."""
     if not facts.trained:
         yield Violation("publish", "no role is updated")
+    yield from before_quiet(facts)
+    yield from tensor_parallel(facts)
     for update in updates(facts):
         for check in CHECKS:
             yield from check(update)

@@ -7,10 +7,12 @@ rollout   .. run generate ..                reads it: one of the two must be bef
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from rollplex.ir.check.capacity import Cuts
 from rollplex.ir.check.facts import THETA_QUIET, Facts, imports, moved, reads, writes
+from rollplex.ir.check.held import Spans
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import PlannedObject
@@ -26,13 +28,14 @@ class _Import:
     last: At | None
 
 
-def check_races(facts: Facts, order: Order) -> Iterator[Violation]:
+def check_races(facts: Facts, order: Order, cuts: Cuts, held: Mapping[str, Spans]) -> Iterator[Violation]:
     """Every shared object: its owner's changes against its readers' uses (paper sections 3.1 and 3.2)."""
     changes = _changes(facts)
     for o in facts.objects.values():
         for reader in o.readers:
             yield from _uses(facts, order, o, reader, changes.get(o.name, []))
             yield from _pages(facts, order, o, reader, changes.get(o.name, []))
+            yield from _contents(facts, cuts, o, reader, held[o.process])
     yield from _after_quiet(facts)
 
 
@@ -69,6 +72,18 @@ def _pages(facts: Facts, order: Order, o: PlannedObject, reader: str, changes: l
             if not before and not after:
                 what = f"{reader} may have {o.name} mapped"
                 yield Violation("imported-pages", what, move, o.name, o.bytes)
+
+
+def _contents(facts: Facts, cuts: Cuts, o: PlannedObject, reader: str, held: Spans) -> Iterator[Violation]:
+    """Whenever a reader uses an object, its owner has it in HBM, with contents."""
+    for at in (at for at in facts.steps(reader) if o.name in reads(at.step)):
+        first = cuts.interval(reader, o.process, at.index).start
+        last = cuts.interval(reader, o.process, at.index + 1).stop - 1
+        for kind, spans in (("not-mapped", held.pages), ("not-produced", held.contents)):
+            if not any(s.object == o.name and s.covers(first, last) for s in spans):
+                what = f"it reads {o.name}, which {o.process} may not have {kind.removeprefix('not-')} by then"
+                yield Violation(kind, what, at, o.name, o.bytes)
+                break
 
 
 def _imported(facts: Facts, process: str, name: str) -> list[_Import]:

@@ -83,6 +83,8 @@ RULES: dict[str, Rule] = {
     "microbatch": Rule("every prompt group is worked on exactly once by each task", "paper 3.2", COMPILE_AGAIN),
     "slot": Rule("an object has a slot for every microbatch that uses it", "design 5", COMPILE_AGAIN),
     "task-order": Rule("a group's tasks follow each other: prefix, suffix, backward", "paper 3.2", COMPILE_AGAIN),
+    "attached": Rule("a trained role's boundary is attached, a frozen role's detached", "paper 3.1", COMPILE_AGAIN),
+    "once": Rule("data, responses and host functions are made once an iteration", "design 2", COMPILE_AGAIN),
     "task-objects": Rule("a task uses its role's weights, boundary and gradients", "paper 3.2", COMPILE_AGAIN),
     "saved-state": Rule(
         "the saved state of an attached prefix is kept, offloaded or recomputable until its backward",
@@ -90,7 +92,7 @@ RULES: dict[str, Rule] = {
         "keep it in HBM, stream it to the host, or plan it as recomputable",
     ),
     # ---- capacity
-    "capacity": Rule("HBM holds what is mapped in every order of steps", "design 4", "see what `rollplex compile` says"),
+    "capacity": Rule("HBM holds what is mapped in every order of steps", "design 4", "see its remedies, or compile again"),
     "host-capacity": Rule(
         "the pinned pool holds what is at the host in every order of steps", "design 4", "keep more in HBM"
     ),
@@ -115,6 +117,7 @@ RULES: dict[str, Rule] = {
     "missing-rebuild": Rule(
         "every copy of the weights is made again from theta_k+1 before it is published", "paper 3.3", "rebuild it"
     ),
+    "layout": Rule("q is the ratio of the engines' tensor-parallel degrees", "paper 3.3", COMPILE_AGAIN),
     "publish": Rule("each new snapshot is published exactly once", "paper 3.1", COMPILE_AGAIN),
     "publish-order": Rule(
         "publication comes after every chunk, exchange and rebuild", "paper 3.3", "publish last"

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollplex.ir.check.capacity import Cuts
 from rollplex.ir.check.facts import Facts, reads, streams, writes
-from rollplex.ir.check.residency import Replay
+from rollplex.ir.check.held import Spans
 from rollplex.ir.check.rules import Violation, amount
 from rollplex.ir.plan import PlannedObject, WindowSummary
 
 
 @dataclass(frozen=True)
-class Held:
+class Places:
     """The windows in which each object can be in HBM, and those in which it is at the host only."""
 
     hbm: dict[str, set[str]]
     host: dict[str, set[str]]
 
     @classmethod
-    def of(cls, cuts: Cuts, replays: dict[str, Replay]) -> Held:
+    def of(cls, cuts: Cuts, held: Sequence[Spans]) -> Places:
         """From the replays: a move belongs to the window it stands in, so the host has the windows around it."""
-        hbm = cuts.windows_of([s for r in replays.values() for s in r.spans])
-        host = cuts.windows_of([s for r in replays.values() for s in r.host_spans])
+        hbm = cuts.windows_of([s for one in held for s in one.pages])
+        host = cuts.windows_of([s for one in held for s in one.host])
         return cls(hbm, {name: found - hbm.get(name, set()) for name, found in host.items()})
 
 
-def window_bytes(facts: Facts, held: Held) -> Iterator[Violation]:
+def window_bytes(facts: Facts, places: Places) -> Iterator[Violation]:
     """`by_object` lists what is mapped in a window, with its bytes; `hbm_bytes` is their sum."""
     for w in facts.plan.summary.windows:
-        live = {o.name: o.bytes for o in facts.objects.values() if w.name in held.hbm.get(o.name, ())}
+        live = {o.name: o.bytes for o in facts.objects.values() if w.name in places.hbm.get(o.name, ())}
         for name in sorted({*live, *w.by_object}):
             if w.by_object.get(name, 0) != live.get(name, 0):
                 what = f"says {amount(w.by_object.get(name, 0))} of {name}, {amount(live.get(name, 0))} are mapped"
@@ -40,10 +40,10 @@ def window_bytes(facts: Facts, held: Held) -> Iterator[Violation]:
             yield Violation("window-bytes", what, where=w.name)
 
 
-def host_bytes(facts: Facts, held: Held) -> Iterator[Violation]:
+def host_bytes(facts: Facts, places: Places) -> Iterator[Violation]:
     """`host_bytes` are those of frozen weights and of what is at the host in a window."""
     for w in facts.plan.summary.windows:
-        there = [o for o in facts.objects.values() if o.host_backed or w.name in held.host.get(o.name, ())]
+        there = [o for o in facts.objects.values() if o.host_backed or w.name in places.host.get(o.name, ())]
         total = sum(o.bytes for o in there)
         if w.host_bytes != total:
             names = ", ".join(o.name for o in there) or "nothing"
@@ -65,23 +65,23 @@ def peak(facts: Facts) -> Iterator[Violation]:
         yield Violation("peak", f"peak_host_bytes are {summary.peak_host_bytes:,}, the largest window has {host:,}")
 
 
-def residency_table(facts: Facts, held: Held) -> Iterator[Violation]:
+def residency_table(facts: Facts, places: Places) -> Iterator[Violation]:
     """The table places every object in every window as the programs do (paper table 3)."""
     for o in facts.objects.values():
         if set(o.residency) != set(facts.windows):
             yield Violation("residency-table", f"{o.name} has no place in every window", object=o.name, where=o.name)
             continue
         for window in facts.windows:
-            real = _place(held, o, window)
+            real = _place(places, o, window)
             if real != _plain(o, window):
                 what = f"{o.name} is planned {o.residency[window]}, the programs have it {real}"
                 yield Violation("residency-table", what, object=o.name, where=window)
 
 
-def _place(held: Held, o: PlannedObject, window: str) -> str:
-    if window in held.hbm.get(o.name, ()):
+def _place(places: Places, o: PlannedObject, window: str) -> str:
+    if window in places.hbm.get(o.name, ()):
         return "hbm"
-    return "host" if window in held.host.get(o.name, ()) else "-"
+    return "host" if window in places.host.get(o.name, ()) else "-"
 
 
 def _plain(o: PlannedObject, window: str) -> str:
@@ -103,6 +103,9 @@ def uses_table(facts: Facts) -> Iterator[Violation]:
             if name not in produced and o.produced not in ("start", at.step.window):
                 yield Violation("uses-table", f"{name} is planned to be produced in {o.produced}", at, name)
             produced.add(name)
+    for o in facts.objects.values():
+        if o.consumed and o.name not in produced and set(o.residency.values()) & {"hbm", "host"}:
+            yield Violation("uses-table", f"{o.name} is planned and never used", object=o.name, where=o.name)
 
 
 def feasible(facts: Facts) -> Iterator[Violation]:
@@ -122,6 +125,8 @@ def feasible(facts: Facts) -> Iterator[Violation]:
         told = f"{plan.infeasible.window} lacks {plan.infeasible.shortfall_bytes:,} bytes of {plan.infeasible.resource}"
         truth = f"{right[1].name} is first and lacks {right[2]:,}" if right else "no window does"
         yield Violation("infeasible", f"{told}; by the windows {truth}", where=plan.infeasible.window)
+    elif right[0] == "hbm" and {o.name: o.bytes for o in plan.infeasible.objects} != right[1].by_object:
+        yield Violation("infeasible", "its objects are not those of the window", where=plan.infeasible.window)
 
 
 def _first_over(facts: Facts) -> list[tuple[str, WindowSummary, int]]:
@@ -136,11 +141,11 @@ def _first_over(facts: Facts) -> list[tuple[str, WindowSummary, int]]:
     return list(found.values())
 
 
-def check_summary(facts: Facts, held: Held) -> Iterator[Violation]:
+def check_summary(facts: Facts, places: Places) -> Iterator[Violation]:
     """Everything in which the summary and the programs differ."""
-    yield from window_bytes(facts, held)
-    yield from host_bytes(facts, held)
+    yield from window_bytes(facts, places)
+    yield from host_bytes(facts, places)
     yield from peak(facts)
-    yield from residency_table(facts, held)
+    yield from residency_table(facts, places)
     yield from uses_table(facts)
     yield from feasible(facts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from rollplex.ir.check.facts import BY_GROUP, Facts, reads
+from rollplex.ir.check.facts import Facts, reads
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import PlannedObject
 from rollplex.ir.steps import Run
@@ -16,43 +16,68 @@ from rollplex.ir.steps import Run
 CHAINS = (("prefix", "suffix"), ("prefix", "train"), ("train", "prefix_backward"))
 """Of one role and prompt group, the first task comes before the second."""
 
+_MAKERS = ("load", "generate", "host")
+
 
 def roles(facts: Facts) -> dict[str, tuple[str, ...]]:
     """The tasks that each role must go through: a trained role backward too, a role without a boundary none of them."""
     found: dict[str, tuple[str, ...]] = {}
-    for o in facts.objects.values():
-        if o.class_ == "boundary":
-            found[o.role] = ("prefix", "train", "prefix_backward") if o.role in facts.trained else ("prefix", "suffix")
+    for role in facts.boundaries:
+        found[role] = ("prefix", "train", "prefix_backward") if role in facts.trained else ("prefix", "suffix")
     return found
 
 
 def microbatches(facts: Facts) -> Iterator[Violation]:
     """Each task works on every slot of its role's boundary exactly once (paper section 3.2)."""
-    done = Counter((s.role, s.task, s.microbatch) for _, s in facts.runs(*BY_GROUP))
-    for role, tasks in roles(facts).items():
-        boundary = facts.boundary(role)
-        assert boundary is not None
+    done = Counter((s.role, s.task, s.microbatch) for _, s in facts.groups)
+    tasks_of = roles(facts)
+    for role, tasks in tasks_of.items():
         for task in tasks:
-            for m in range(boundary.slots):
+            for m in range(facts.boundaries[role].slots):
                 if (times := done[role, task, m]) != 1:
                     yield Violation("microbatch", f"{task} of {role} runs {times} times for group {m}", where=role)
-    for at, step in facts.runs(*BY_GROUP):
-        if step.task not in roles(facts).get(step.role, ()):
+    for at, step in facts.groups:
+        if step.task not in tasks_of.get(step.role, ()):
             yield Violation("microbatch", f"{step.role or 'no role'} has no task {step.task}", at)
 
 
+def once(facts: Facts) -> Iterator[Violation]:
+    """Prompts, responses and host results are made once, and all that the graph asks for."""
+    done = Counter(s.node for _, s in facts.runs(*_MAKERS))
+    asked = {r.name for r in facts.plan.graph if r.op in ("input", "rx.generate", "rx.host")}
+    for node in sorted({*done, *asked}):
+        if done[node] != 1:
+            yield Violation("once", f"%{node} is made {done[node]} times", where=node)
+    for at, step in facts.runs(*_MAKERS):
+        if step.outputs != (step.node,):
+            yield Violation("once", f"it makes %{step.node} and gives {', '.join(step.outputs) or 'nothing'}", at)
+
+
 def slots(facts: Facts) -> Iterator[Violation]:
-    """A task's group is one of its boundary's slots."""
-    for at, step in facts.runs(*BY_GROUP):
-        boundary = facts.boundary(step.role)
-        if boundary is not None and not 0 <= step.microbatch < boundary.slots:
-            what = f"group {step.microbatch}, where {boundary.name} has {boundary.slots} slots"
-            yield Violation("slot", what, at, boundary.name)
+    """A task's group is a slot of everything of its role that has slots."""
+    for at, step in facts.groups:
+        for name in (*step.reads, *step.writes, *step.streams):
+            o = facts.objects[name]
+            if o.slots > 1 and not 0 <= step.microbatch < o.slots:
+                yield Violation("slot", f"group {step.microbatch}, where {name} has {o.slots} slots", at, name)
+    for o in facts.objects.values():
+        boundary = facts.boundaries.get(o.role)
+        if boundary is not None and o.slots not in (1, boundary.slots):
+            what = f"{o.name} has {o.slots} slots, {boundary.name} has {boundary.slots}"
+            yield Violation("slot", what, object=o.name, where=o.name)
+
+
+def attached(facts: Facts) -> Iterator[Violation]:
+    """Reference outputs are detached, the training boundary stays attached (paper section 3.1)."""
+    for o in facts.boundaries.values():
+        if o.attached != (o.role in facts.trained):
+            says = "attached" if o.attached else "detached"
+            yield Violation("attached", f"{o.name} is {says}", object=o.name, where=o.name)
 
 
 def task_order(facts: Facts) -> Iterator[Violation]:
     """A group's boundary exists before its suffix; its gradient is complete before it enters the prefix."""
-    first = {(s.role, s.task, s.microbatch): at for at, s in reversed(list(facts.runs(*BY_GROUP)))}
+    first = {(s.role, s.task, s.microbatch): at for at, s in reversed(facts.groups)}
     for (role, task, m), at in first.items():
         for before in (a for a, b in CHAINS if b == task):
             earlier = first.get((role, before, m))
@@ -62,7 +87,7 @@ def task_order(facts: Facts) -> Iterator[Violation]:
 
 def task_objects(facts: Facts) -> Iterator[Violation]:
     """A task reads its role's weights and boundary, and writes boundary or gradients."""
-    for at, step in facts.runs("generate", *BY_GROUP):
+    for at, step in (*facts.runs("generate"), *facts.groups):
         if not any(_weights(facts.objects[n], step) for n in step.reads):
             yield Violation("task-objects", f"it reads no weights of {step.role}", at)
         for verb, o in _expected(facts, step):
@@ -71,12 +96,23 @@ def task_objects(facts: Facts) -> Iterator[Violation]:
                 yield Violation("task-objects", f"it {verb} no {o}", at, object=o)
 
 
+def same_objects(facts: Facts) -> Iterator[Violation]:
+    """A task lists the same objects for every group: one that leaves something out escapes the other checks."""
+    first: dict[tuple[str, str], tuple[At, frozenset[str]]] = {}
+    for at, step in facts.groups:
+        listed = frozenset((*step.reads, *step.writes, *step.streams))
+        like, expected = first.setdefault((step.role, step.task), (at, listed))
+        if listed != expected:
+            names = ", ".join(sorted(listed ^ expected))
+            yield Violation("task-objects", f"it differs from {like} in {names}", at)
+
+
 def _weights(o: PlannedObject, step: Run) -> bool:
     return o.class_ == "regenerable" and o.role == step.role
 
 
 def _expected(facts: Facts, step: Run) -> Iterator[tuple[str, str]]:
-    boundary = facts.boundary(step.role)
+    boundary = facts.boundaries.get(step.role)
     if boundary is not None and step.task == "prefix":
         yield "writes", boundary.name
     if boundary is not None and step.task in ("suffix", "train"):
@@ -89,7 +125,7 @@ def saved_state(facts: Facts) -> Iterator[Violation]:
     """Offloading or dropping saved state keeps the serial autograd path (paper section 3.2)."""
     prefixes = {(s.role, s.microbatch): s for _, s in facts.runs("prefix")}
     for at, backward in facts.runs("prefix_backward"):
-        o, prefix = facts.saved(backward.role), prefixes.get((backward.role, backward.microbatch))
+        o, prefix = facts.saved.get(backward.role), prefixes.get((backward.role, backward.microbatch))
         if o is None or prefix is None:
             continue
         made, used = o.name in (*prefix.writes, *prefix.streams), o.name in (*reads(backward), *backward.streams)
@@ -104,7 +140,7 @@ def saved_state(facts: Facts) -> Iterator[Violation]:
 
 def _weights_again(facts: Facts, at: At, backward: Run, prefix: Run) -> Iterator[Violation]:
     """Backward reads the trained weights that forward read; recomputing reads all of them."""
-    kept = facts.saved(backward.role)
+    kept = facts.saved.get(backward.role)
     assert kept is not None
     recomputes = kept.name not in (*backward.reads, *backward.streams)
     for name in prefix.reads:
@@ -114,7 +150,7 @@ def _weights_again(facts: Facts, at: At, backward: Run, prefix: Run) -> Iterator
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (
-    microbatches, slots, task_order, task_objects, saved_state,
+    microbatches, once, slots, attached, task_order, task_objects, same_objects, saved_state,
 )  # fmt: skip
 
 
