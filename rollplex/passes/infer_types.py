@@ -4,7 +4,7 @@ ratio      float32 [prompt, group, response] attached response      16.0 MiB
 advantage  float32 [prompt, group] response                         1.0 KiB
 
 advantage meets ratio: torch.unsqueeze(advantage, -1) is inserted, so that whoever executes the graph needs no names.
-The result of a torch op is found by running it on meta tensors whose dims have lengths that tell them apart.
+The result of a torch op is found by running it on small tensors whose dims have lengths that tell them apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rollplex.ir.types import (
     with_flags,
 )
 
-# Lengths of meta tensors: distinct primes, so that a length in a result names its dim.
+# Lengths of sample tensors: distinct primes, so that a length in a result names its dim.
 _LENGTH = dict(zip(DIMS, (2, 3, 5, 7, 11, 13, 17), strict=True)) | {UNIT: 1}
 _DIM_OF = {length: dim for dim, length in _LENGTH.items()}
 
@@ -233,8 +233,8 @@ def _flag(node: Node, flag: str) -> bool:
 
 
 def result_type(node: Node, row: TorchOp) -> TensorType:
-    """Run a torch op on meta tensors: the lengths in the result name its dims; GraphError has torch's reason."""
-    args, kwargs = _meta((node.args, node.kwargs))
+    """Run a torch op on small tensors: the lengths in the result name its dims; GraphError has torch's reason."""
+    args, kwargs = _samples((node.args, node.kwargs))
     try:
         result = row.run(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as err:
@@ -253,19 +253,19 @@ def result_type(node: Node, row: TorchOp) -> TensorType:
     return TensorType(tuple(_DIM_OF[n] for n in result.shape), str(result.dtype).removeprefix("torch."))
 
 
-def _meta(value: Any) -> Any:
-    """Arguments with every node replaced by a meta tensor of its type."""
+def _samples(value: Any) -> Any:
+    """Arguments with every node replaced by a tensor of its type; torch's meta kernels take a second to import."""
     match value:
         case Node():
             found = g.type_of(value)
             if not isinstance(found, TensorType):
                 raise GraphError(f"{value.name} is {found}, not a tensor", hint="use one of its fields")
             shape = [_LENGTH[d] for d in found.dims]
-            return torch.empty(shape, dtype=getattr(torch, found.dtype), device="meta")
+            return torch.zeros(shape, dtype=getattr(torch, found.dtype))
         case tuple() | list():
-            return tuple(_meta(v) for v in value)
+            return tuple(_samples(v) for v in value)
         case dict():
-            return {k: _meta(v) for k, v in value.items()}
+            return {k: _samples(v) for k, v in value.items()}
         case slice():
             return slice(*(plain(v) for v in (value.start, value.stop, value.step)))
         case _:

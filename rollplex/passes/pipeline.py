@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 
 from rollplex.ir import graph as g
 
+from rollplex.ir.checker import verify_plan
 from rollplex.ir.dsl import Algorithm
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
@@ -107,4 +108,5 @@ def compile_plan(
             plan, job, lambda changed: build_plan(run_passes(start(algorithm, changed), default_pipeline()))
         )
 
+    verify_plan(plan)
     return plan
