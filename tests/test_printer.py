@@ -36,6 +36,13 @@ def test_grpo_traced_with_values_keeps_its_parameters_by_name():
     assert "n=4, clip=0.3, kl=0.04" in text
 
 
+def test_what_a_role_is_said_to_be_is_printed_too(tmp_path):
+    signature = "prompts: rx.Prompts, *, actor: rx.Policy, reference: rx.Frozen, reward, n: int = 8"
+    body = START + "reference.logprobs(prompts, rollout)\nactor.update(rx.masked_mean(logp, rollout.mask))\n"
+    text = print_graph(made(tmp_path, body, signature).trace())
+    assert text.splitlines()[1].startswith("def made(prompts, *, actor: rx.Policy, reference: rx.Frozen, reward, n=8):")
+
+
 def test_after_infer_types_the_program_still_reads_the_same():
     """The unsqueezes of broadcasting by name are there and are not shown."""
     module = typed(grpo())

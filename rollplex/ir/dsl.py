@@ -143,9 +143,7 @@ def _call(algorithm: Algorithm, prompts: Any, arguments: Mapping[str, Any]) -> N
 
 def _declared(algorithm: Algorithm, name: str, roles: Mapping[str, RoleKind] | None) -> RoleKind | None:
     """What the annotation or the job says a role is; they must agree."""
-    annotation = algorithm.fn.__annotations__.get(name)
-    written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    by_annotation = _KINDS.get(written.rsplit(".", 1)[-1])
+    by_annotation = _KINDS.get(_annotation(algorithm.fn.__annotations__.get(name)))
     by_job = (roles or {}).get(name)
     if by_annotation and by_job and by_annotation != by_job:
         raise GraphError(
@@ -213,10 +211,21 @@ def _check_updates(algorithm: Algorithm, graph: Graph) -> None:
 
 
 def _header(algorithm: Algorithm, values: Mapping[str, Any]) -> str:
-    """The line of the `def` without annotations, each parameter at its value."""
-    parameters = inspect.signature(algorithm.fn).parameters.values()
-    shown = [p.replace(annotation=p.empty, default=values.get(p.name, p.empty)) for p in parameters]
-    return f"{algorithm.name}{inspect.Signature(shown)}"
+    """The line of the `def`, each parameter at its value; of annotations those that say what a role is."""
+    parameters = [_parameter(p, values) for p in inspect.signature(algorithm.fn).parameters.values()]
+    return f"{algorithm.name}({', '.join([parameters[0], '*', *parameters[1:]])})"
+
+
+def _parameter(parameter: inspect.Parameter, values: Mapping[str, Any]) -> str:
+    kind = _annotation(parameter.annotation)
+    text = f"{parameter.name}: rx.{kind}" if kind in _KINDS else parameter.name
+    return f"{text}={values[parameter.name]!r}" if parameter.name in values else text
+
+
+def _annotation(annotation: Any) -> str:
+    """The last name of an annotation, which may be a string."""
+    written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return written.rsplit(".", 1)[-1]
 
 
 def _def_line(fn: Callable[..., Any]) -> int:

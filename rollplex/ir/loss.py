@@ -45,7 +45,6 @@ class _Splitting:
 
     def run(self) -> LossPlan:
         """The plan; raises GraphError naming the op and the line that couple prompt groups."""
-        self._check_other_roles()
         for node in self.graph.nodes:
             if node not in self.behind or node in self.forward:
                 continue
@@ -54,12 +53,6 @@ class _Splitting:
             else:
                 self._group(node)
         return self._plan()
-
-    def _check_other_roles(self) -> None:
-        for other in set(g.updates(self.graph)) - {self.role}:
-            if self.loss in g.attached(self.graph, other):
-                what = f"the loss of `{self.role}` sends a gradient into `{other}`"
-                raise GraphError(what, where=g.loc(self.update), hint=f"detach what comes from {other}: x.detach()")
 
     # ------------------------------------------------------------------------------------------------- one node
 
