@@ -129,7 +129,7 @@ def _planned(module: Module, o: StateObject, names: tuple[str, ...]) -> PlannedO
     return PlannedObject(
         name=o.name,
         title=o.title,
-        **{"class": o.class_},
+        **{"class": o.class_},  # pyright: ignore[reportArgumentType]  (a keyword of Python)
         role=o.role,
         process=o.process,
         readers=o.readers,

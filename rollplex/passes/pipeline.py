@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from rollplex.ir import graph as g
-
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.dsl import Algorithm
 from rollplex.ir.job import Job

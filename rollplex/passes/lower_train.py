@@ -1,0 +1,161 @@
+"""The training rank's program: window after window, prefixes, scoring, training, then the streamed update.
+
+wait prompts | fetch reference.weights | run prefix reference 0 .. | unmap .. | barrier rollout-complete | ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Step, UpdateChunk, Wait
+from rollplex.passes.chunk_sizes import Chunks
+from rollplex.passes.layout import Layout
+from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, Context
+from rollplex.passes.schedule import Call, Window
+from rollplex.passes.state import Lifetimes
+from rollplex.passes.work import trained_parameters, trains_vision
+
+
+@dataclass(frozen=True)
+class TrainProgram(Context):
+    """Makes the steps of a training rank."""
+
+    def steps(self) -> Iterator[Step]:
+        """The training-rank program."""
+        for window in self.schedule.windows:
+            yield from self._waits(window)
+            yield from self.enter("train", window.name)
+            yield from self._work(window)
+            yield from self.leave("train", window.name)
+            yield from self._window_end(window)
+
+    def _waits(self, window: Window) -> Iterator[Step]:
+        if window.name == self.first:
+            yield Wait(window=window.name, event=self.prompts)
+        if window.kind == "train":
+            yield from (Wait(window=window.name, event=host) for host in self.schedule.hosts)
+
+    def _window_end(self, window: Window) -> Iterator[Step]:
+        name = window.name
+        if name == self.last_window["P1"]:
+            yield Wait(window=name, event=self.schedule.generate.node)
+            yield Barrier(window=name, name=ROLLOUT_COMPLETE)
+            if self.released(name):
+                yield Wait(window=name, event=RELEASED)
+        if name == self.last_window["P2"]:
+            yield Barrier(window=name, name=THETA_QUIET)
+        if name == self.last_window["P3"]:
+            yield Barrier(window=name, name=PUBLISHED)
+
+    def _work(self, window: Window) -> Iterator[Step]:
+        match window.kind:
+            case "prefix":
+                yield from (self._prefix(window, m) for m in range(self.module.job.prompts_per_rank))
+            case "score":
+                yield from (self._suffix(window, m) for m in range(self.module.job.prompts_per_rank))
+            case "train":
+                yield from self._train_window(window)
+            case "update":
+                yield from self._update(window)
+            case "publish":
+                yield from self._publish(window)
+            case "decode":
+                return
+
+    def _weights(self, window: Window) -> tuple[str, ...]:
+        """Weights that a role's model reads in a window; a frozen tower may be the policy's own."""
+        frozen = window.role != self.policy
+        own = (f"{window.role}.weights",) if frozen else (f"{window.role}.snapshot",)
+        tower = (
+            f"{window.role}.vision" if f"{window.role}.vision" in self.module[Lifetimes] else f"{self.policy}.vision"
+        )
+        if window.kind == "prefix" or (window.kind == "train" and trains_vision(self.module.job, window.role)):
+            own = (*own, tower)
+        return self.placed(window.name, "hbm", *own)
+
+    def _prefix(self, window: Window, microbatch: int) -> Step:
+        call, role, at = self._call(window), window.role, window.name
+        saved = (f"{role}.prefix_saved",) if call.trained else ()
+        return Run(
+            window=at, task="prefix", node=call.node, role=role, microbatch=microbatch,
+            reads=self._weights(window),
+            writes=self.placed(at, "hbm", f"{role}.boundary", f"{role}.prefix_workspace", *saved),
+            streams=self.placed(at, "host", *saved),
+            inputs=(self.prompts,),
+        )  # fmt: skip
+
+    def _call(self, window: Window) -> Call:
+        return next(c for c in self.schedule.calls if c.node == window.node)
+
+    def _suffix(self, window: Window, microbatch: int) -> Step:
+        role, at = window.role, window.name
+        return Run(
+            window=at, task="suffix", node=window.node, role=role, microbatch=microbatch,
+            reads=(*self._weights(window), *self.placed(at, "hbm", f"{role}.boundary")),
+            writes=self.placed(at, "hbm", f"{role}.score_workspace"),
+            inputs=(self.prompts, self.schedule.generate.node), outputs=(window.node,),
+        )  # fmt: skip
+
+    def _train_window(self, window: Window) -> Iterator[Step]:
+        job, at, role = self.module.job, window.name, window.role
+        for m in range(job.prompts_per_rank):
+            yield self._train_step(window, m)
+            yield self._prefix_backward(window, m)
+        gradients = f"{role}.gradients"
+        if job.data_parallel(role) > 1:
+            nbytes = self.module[Lifetimes][gradients].nbytes
+            yield Exchange(window=at, group="dp", op="all_reduce", object=gradients, nbytes=nbytes)
+        yield Run(window=at, task="grad_norm", node=self._update_node, role=role, reads=(gradients,), outputs=("norm",))
+
+    @property
+    def _update_node(self) -> str:
+        return next(c.node for c in self.schedule.calls if c.op == "update")
+
+    def _train_step(self, window: Window, microbatch: int) -> Step:
+        role, at = window.role, window.name
+        scores = tuple(w.node for w in self.schedule.windows if w.kind == "score")
+        return Run(
+            window=at, task="train", node=window.node, role=role, microbatch=microbatch,
+            reads=(*self._weights(window), *self.placed(at, "hbm", f"{role}.boundary")),
+            writes=self.placed(at, "hbm", f"{role}.gradients", "train.activations"),
+            inputs=(self.prompts, self.schedule.generate.node, *scores, *self.schedule.hosts),
+        )  # fmt: skip
+
+    def _prefix_backward(self, window: Window, microbatch: int) -> Step:
+        role, at = window.role, window.name
+        saved = f"{role}.prefix_saved"
+        prefix = next(c for c in self.schedule.calls if c.op == "prefix" and c.role == role)
+        return Run(
+            window=at, task="prefix_backward", node=prefix.node, role=role, microbatch=microbatch,
+            reads=(*self._weights(window), *self.placed(at, "hbm", f"{role}.boundary", saved)),
+            writes=self.placed(at, "hbm", f"{role}.gradients", "train.activations"),
+            streams=self.placed(at, "host", saved), inputs=(self.prompts,),
+        )  # fmt: skip
+
+    def _update(self, window: Window) -> Iterator[Step]:
+        job, role, at = self.module.job, window.role, window.name
+        chunks = self.module[Chunks].summary.optimizer
+        total = trained_parameters(job, role)
+        state = (f"{role}.gradients", f"{role}.master", f"{role}.moments")
+        tower = (f"{role}.vision",) if trains_vision(job, role) else ()
+        for index in range(chunks.count):
+            start = index * chunks.elements
+            yield UpdateChunk(
+                window=at, role=role, index=index, start=start, stop=min(start + chunks.elements, total),
+                reads=self.placed(at, "hbm", *state),
+                writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, "optimizer.workspace"),
+                streams=self.placed(at, "host", *state),
+            )  # fmt: skip
+
+    def _publish(self, window: Window) -> Iterator[Step]:
+        at, snapshot = window.name, f"{window.role}.snapshot"
+        layout = self.module[Layout].summary
+        if self.second_copy:
+            yield self.refresh(at, snapshot)
+        elif layout.q > 1:
+            nbytes = layout.exchange_bytes_per_gpu
+            yield Exchange(window=at, group="q", op="all_gather", object=snapshot, nbytes=nbytes)
+        if buffer := self.placed(at, "hbm", f"{window.role}.case3"):
+            yield Rebuild(window=at, object=buffer[0], reads=(snapshot,))
+        yield Publish(window=at, object=snapshot)

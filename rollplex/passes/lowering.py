@@ -1,0 +1,114 @@
+"""What all programs of a lowering share: places of objects, and the steps at which they enter and leave HBM.
+
+An object enters at the start of the window that needs it and leaves at the end of the last that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollplex.ir.module import Module
+from rollplex.ir.plan import BARRIERS
+from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
+from rollplex.passes.residency import Residency
+from rollplex.passes.schedule import Schedule
+from rollplex.passes.state import START, Lifetimes, StateObject
+
+ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
+RELEASED = "rollout-released"
+
+
+@dataclass(frozen=True)
+class Context:
+    """One module on its way to steps: where objects are, and the steps at which they move."""
+
+    module: Module
+
+    @property
+    def schedule(self) -> Schedule:
+        """Windows and calls."""
+        return self.module[Schedule]
+
+    @property
+    def policy(self) -> str:
+        """The trained role."""
+        return self.module.job.policy
+
+    @property
+    def last_window(self) -> dict[str, str]:
+        """The last window of every phase."""
+        return {w.phase: w.name for w in self.schedule.windows}
+
+    @property
+    def first(self) -> str:
+        """The first window of the iteration."""
+        return self.schedule.windows[0].name
+
+    @property
+    def prompts(self) -> str:
+        """The value that holds the prompts of the step."""
+        return next(n.name for n in self.module.graph.nodes if n.op == "placeholder")
+
+    @property
+    def second_copy(self) -> str | None:
+        """The rollout engine's own weights, where sharing is off."""
+        return "rollout.weights" if "rollout.weights" in self.module[Lifetimes] else None
+
+    def refresh(self, window: str, name: str) -> Exchange:
+        """The copy of new weights into the rollout engine's own, entered by both sides."""
+        nbytes = self.module[Lifetimes]["rollout.weights"].nbytes
+        return Exchange(window=window, group="refresh", op="all_gather", object=name, nbytes=nbytes)
+
+    def released(self, window: str) -> tuple[Step, ...]:
+        """What the rollout engine lets go of at a window's end."""
+        return tuple(self.leave("rollout", window))
+
+    def place(self, name: str, window: str) -> str:
+        """Where an object is in a window; `-` for one that this job does not have."""
+        residency = self.module[Residency]
+        return residency.place(name, window) if name in residency.places else "-"
+
+    def placed(self, window: str, place: str, *names: str) -> tuple[str, ...]:
+        """Those of the named objects that are at this place in the window."""
+        return tuple(n for n in names if self.place(n, window) == place)
+
+    def owned(self, process: str) -> list[StateObject]:
+        """Objects whose pages a process kind owns."""
+        return [o for o in self.module[Lifetimes].objects if o.process == process]
+
+    # ---- residency changes
+
+    def neighbours(self, o: StateObject, window: str) -> tuple[str, str]:
+        """Places of an object in the window before and after; `-` where it does not exist."""
+        names = self.schedule.names()
+        alive = o.alive(names)
+        cyclic = o.always or o.produced == START
+        i = alive.index(window)
+        before = alive[i - 1] if i or cyclic else None
+        after = alive[(i + 1) % len(alive)] if i + 1 < len(alive) or cyclic else None
+        return (self.place(o.name, before) if before else "-", self.place(o.name, after) if after else "-")
+
+    def enter(self, process: str, window: str) -> Iterator[Step]:
+        """Maps and fetches at a window's start."""
+        for o in self.owned(process):
+            if self.place(o.name, window) != "hbm":
+                continue
+            before, _ = self.neighbours(o, window)
+            if before == "host":
+                yield Fetch(window=window, object=o.name)
+            elif before in ("-", "dropped"):
+                yield Map(window=window, object=o.name)
+
+    def leave(self, process: str, window: str) -> Iterator[Step]:
+        """Unmaps, offloads and drops at a window's end."""
+        for o in self.owned(process):
+            if self.place(o.name, window) != "hbm":
+                continue
+            _, after = self.neighbours(o, window)
+            if after == "-" or (after == "host" and o.host_backed):
+                yield Unmap(window=window, object=o.name)
+            elif after == "host":
+                yield Offload(window=window, object=o.name)
+            elif after == "dropped":
+                yield Drop(window=window, object=o.name)
