@@ -1,0 +1,5 @@
+"""python -m rollplex"""
+
+from rollplex.cli import main
+
+main()

@@ -1,0 +1,230 @@
+"""The command line: one function a command; what it does is in `rollplex.api`, how it looks in `rollplex.show`.
+
+Exit status: 0 feasible or done, 1 infeasible, refused by the checker, or a run that failed, 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from rollplex import __version__, api, terminal
+from rollplex.ir.errors import EngineError, OutOfMemory, RollplexError, RunError
+from rollplex.ir.plan import Plan
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Compile RL post-training of vision-language models to memory plans, check them, and run them.",
+)
+
+AlgorithmFile = Annotated[str, typer.Argument(metavar="ALGORITHM", help="FILE.py, or FILE.py:NAME")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, as --set")]
+JobFile = Annotated[Path, typer.Option("--job", "-j", help="the job, a YAML file")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key: schedule=naive")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    """Options that belong to no command."""
+    if version:
+        print(f"rollplex {__version__}")
+        raise typer.Exit
+
+
+@app.command("compile")
+def compile_(
+    algorithm: AlgorithmFile,
+    job: JobFile,
+    overrides: Overrides = None,
+    set_: Set = None,
+    plan_only: Annotated[bool, typer.Option("--plan-only", help="print the plan page")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON and nothing else")] = False,
+    print_after: Annotated[
+        list[str] | None, typer.Option(metavar="PASS", help="print the module after a pass (see `rollplex passes`)")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to a file")] = None,
+) -> None:
+    """Compile an algorithm under a job to a plan; needs no GPU and no engine."""
+    plan = _compile(algorithm, job, _overrides(overrides, set_), print_after or (), quiet=as_json).plan
+    if output:
+        _write(output, plan.to_json())
+    if as_json:
+        sys.stdout.write(plan.to_json())
+    else:
+        _page(plan, job.name, whole=plan_only or not output)
+    raise typer.Exit(0 if plan.feasible else 1)
+
+
+@app.command()
+def verify(plan: Annotated[Path, typer.Argument(help="a plan made by `compile -o`")]) -> None:
+    """Replay a plan and refuse it, with every reason, if any process could misuse memory or read a wrong state."""
+    from rollplex.show.checked import checked_lines
+
+    loaded = api.load_plan(plan)
+    found = api.violations(loaded)
+    if found:
+        terminal.complain(RollplexError(*found))
+        terminal.err().print(f"{len(found)} violation{'s' if len(found) > 1 else ''} in {plan}")
+        raise typer.Exit(1)
+    terminal.show(checked_lines(loaded, str(plan), api.rule_count()))
+    raise typer.Exit(0 if loaded.feasible else 1)
+
+
+@app.command()
+def run(
+    program: Annotated[str, typer.Argument(metavar="ALGORITHM|PLAN", help="FILE.py, FILE.py:NAME, or a plan.json")],
+    overrides: Overrides = None,
+    job: Annotated[Path | None, typer.Option("--job", "-j", help="the job; not with a plan")] = None,
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option("--out", help="a new directory for the results")] = None,
+    steps: Annotated[int | None, typer.Option(help="iterations, instead of the job's")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE.py:FUNCTION", help="bind a host function")
+    ] = None,
+) -> None:
+    """Run an algorithm, or a compiled plan, in engine processes on this machine, and print a report."""
+    from rollplex import hosts
+
+    compiled = _program(program, job, _overrides(overrides, set_))
+    plan = compiled.plan if steps is None else api.with_steps(compiled.plan, steps)
+    if not plan.feasible:
+        _page(plan, job.name if job else "", whole=False)
+        raise typer.Exit(1)
+    bound = compiled.algorithm.fn.__globals__ if compiled.algorithm else {}
+    functions = hosts.find(plan, bound, host or ())
+    _run(plan, functions, out or _free_directory(program))
+
+
+@app.command()
+def passes() -> None:
+    """List the passes of the default pipeline: what each does and the fact it makes."""
+    from rollplex.show.tables import passes_table
+    from rollplex.show.text import WIDTH
+
+    terminal.show(passes_table([(p.name, p.makes, p.does) for p in api.pass_rows()], WIDTH))
+
+
+@app.command()
+def models() -> None:
+    """List the built-in models: dimensions, exact parameters, GiB, KV bytes a token."""
+    from rollplex.show.tables import models_table
+
+    terminal.show(models_table(api.models()))
+
+
+@app.command()
+def gpus() -> None:
+    """List the built-in GPUs: memory that software can use, bandwidths, compute."""
+    from rollplex.ir.hardware import GPUS
+    from rollplex.show.tables import gpus_table
+
+    terminal.show(gpus_table(GPUS))
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine: what is installed, what is missing, what to do about it."""
+    from rollplex.doctor import healthy, look
+    from rollplex.show.health import health_lines
+
+    found = look()
+    terminal.show(health_lines(found))
+    raise typer.Exit(0 if healthy(found) else 1)
+
+
+# ---- helpers
+
+
+def _overrides(bare: list[str] | None, options: list[str] | None) -> list[str]:
+    return [*(options or ()), *(bare or ())]
+
+
+def _compile(
+    algorithm: str, job: Path, overrides: list[str], print_after: list[str] | tuple, quiet: bool
+) -> api.Compiled:
+    """Compile with the passes named on stderr as they run; modules asked for go to stdout, or stderr beside JSON."""
+    if print_after:
+        api.check_pass_names(print_after)
+    console = terminal.err()
+    with console.status("compiling") as status:
+
+        def on_pass(report: api.PassReport) -> None:
+            status.update(f"compiling: {report.name} took {report.seconds:.2f} s")
+            if report.name in print_after:
+                print(api.describe_pass(report), file=sys.stderr if quiet else sys.stdout)
+
+        return api.compile_files(algorithm, job, overrides, on_pass)
+
+
+def _program(program: str, job: Path | None, overrides: list[str]) -> api.Compiled:
+    """Compile an algorithm, or read a plan, which has its job inside."""
+    if not program.endswith(".json"):
+        if job is None:
+            raise RunError("an algorithm needs a job", where=program, hint="--job examples/jobs/shapes_host.yaml")
+        return _compile(program, job, overrides, (), quiet=False)
+    if job is not None or overrides:
+        what = "a plan is compiled already: --job and overrides do not apply"
+        raise RunError(what, where=program, hint="pass the algorithm instead of the plan, or leave them out")
+    return api.Compiled(api.load_plan(program), None)
+
+
+def _run(plan: Plan, functions: dict, out_dir: Path) -> None:
+    from rollplex.runtime.printing import print_report
+    from rollplex.watch import RunWatch
+
+    reward = next(iter(plan.hosts.values()), "")
+    with RunWatch(plan.job["run"]["steps"], reward, terminal.err()) as watch:
+        result = api.run(plan, hosts=functions, out_dir=out_dir, progress=watch)
+    print_report(result.report, terminal.out())
+    terminal.out().print(f"\nresults    {out_dir}/  reward.png  report.json  trace.json  metrics.jsonl  final/")
+
+
+def _free_directory(program: str) -> Path:
+    """runs/grpo_video-1, or the next number that is free."""
+    stem = Path(program.partition(".py:")[0]).stem
+    return next(path for n in range(1, 10**6) if not (path := Path("runs") / f"{stem}-{n}").exists())
+
+
+def _page(plan: Plan, job_name: str, whole: bool) -> None:
+    from rollplex.show.page import plan_head, plan_page
+
+    terminal.show(plan_page(plan, job_name) if whole else plan_head(plan, job_name))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write the plan: {error.strerror}", where=path, hint="name another file") from None
+
+
+def _status(error: RollplexError) -> int:
+    """A run that failed is 1, wrong input is 2."""
+    return 1 if isinstance(error, EngineError | OutOfMemory) else 2
+
+
+def main() -> NoReturn:
+    """The entry point: no user ever sees a traceback."""
+    try:
+        app(prog_name="rollplex")
+    except RollplexError as error:
+        terminal.complain(error)
+        sys.exit(_status(error))
+    except BrokenPipeError:
+        terminal.leave_pipe()
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        sys.exit(terminal.confess(error))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

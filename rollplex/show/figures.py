@@ -1,0 +1,121 @@
+"""What the passes decided and predict, a few lines each: layout, chunks, solvers, time, policy, warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from rich.text import Text
+
+from rollplex.ir.plan import LayoutSummary, Plan, SolverResult
+from rollplex.show.header import job_of
+from rollplex.show.text import LABEL, WIDTH, joined, labelled, seconds, size, under
+
+
+def layout_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """Share of the language model in each layout case, what the rest costs, and where the ranks lie."""
+    layout = plan.summary.layout
+    total = sum(c.params for c in layout.cases.values())
+    if not total:
+        return []
+    shares = "   ".join(f"case {k} {100 * c.params / total:.2f} %" for k, c in layout.cases.items())
+    cost = (
+        f"case-3 buffer {size(layout.case3_buffer_bytes)} a GPU, exchange {size(layout.exchange_bytes_per_gpu)} a GPU"
+    )
+    lines = labelled("layout", f"{shares}   of the parameters of the language model", width)
+    lines += under(f"{layout.order} order, q = {layout.q}: {cost}", width)
+    return lines + [text for part in joined(_placement(layout), width - LABEL) for text in under(part, width)]
+
+
+def _placement(layout: LayoutSummary) -> list[str]:
+    """Engines on the same GPUs of their nodes are told once."""
+    shown = [f"{name} on GPU {' '.join(map(str, gpus))}" for name, gpus in layout.placement.items()]
+    return shown if len(shown) <= 8 else [*shown[:8], f"and {len(shown) - 8} more"]
+
+
+def chunk_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """Pieces of the update and units of the trainer's work."""
+    optimizer, micro = plan.summary.chunks.optimizer, plan.summary.chunks.microbatch
+    pieces = f"optimizer {optimizer.count} x {size(optimizer.bytes)}"
+    room = f"{size(optimizer.workspace_bytes)} in flight" if optimizer.workspace_bytes else "all at once"
+    prompts, responses = _count(micro.prefix_prompts, "prompt"), _count(micro.suffix_responses, "response")
+    return labelled("chunks", f"{pieces}, {room}   microbatch {prompts}, {responses}", width)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def solver_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """One line a solver pass: status, and every objective in its order with value and, where not proven, bound."""
+    lines: list[Text] = []
+    names = max((len(s.name) for s in plan.summary.solvers), default=0)
+    for name, results in groupby(plan.summary.solvers, key=lambda s: s.name):
+        found = list(results)
+        status = "optimal" if all(s.status == "optimal" for s in found) else "feasible"
+        head = f"{name:<{names}}  {status:<8}  "
+        rows = joined([_objective(s) for s in found], width - LABEL - len(head), "   ")
+        for i, text in enumerate(rows):
+            lines += _raw("" if lines else "solver", (head if i == 0 else " " * len(head)) + text)
+    return lines
+
+
+def _raw(label: str, body: str) -> list[Text]:
+    return [Text.assemble((f"{label:<{LABEL}}", "bold"), body)]
+
+
+def _objective(result: SolverResult) -> str:
+    value, bound = (_quantity(result.objective, v) for v in (result.value, result.bound))
+    what = " ".join(w for w in result.objective.split() if w not in ("bytes", "seconds"))
+    return f"{what} {value}" + ("" if result.status == "optimal" else f" (bound {bound})")
+
+
+def _quantity(objective: str, value: float) -> str:
+    """An objective's value in the unit that its name states."""
+    if "bytes" in objective.split():
+        return size(value)
+    return seconds(value) if "seconds" in objective.split() else f"{value:g}"
+
+
+def time_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """Equation 1 of the paper, predicted: what is hidden, what could be at most, what a step takes."""
+    t = plan.summary.times
+    hidden = max(t.serial_s - t.step_s, 0.0)
+    parts = (
+        f"decode {seconds(t.decode_s)}",
+        f"prefix {seconds(t.prefix_s)}",
+        f"hidden {_of(hidden, t.saving_bound_s)}",
+        f"post {seconds(t.post_s)}",
+        f"step {seconds(t.step_s)}",
+    )
+    more = (
+        f"serial {seconds(t.serial_s)}, {t.speedup_vs_serial:.2f}x",
+        f"decode slowed by {seconds(t.interference_s)}",
+        f"transfers not hidden {seconds(t.exposed_transfer_s)}",
+    )
+    first, *rest = [*joined(parts, width - LABEL, "  "), *joined(more, width - LABEL, "  ")]
+    return [*_raw("time", first), *(text for part in rest for text in _raw("", part))]
+
+
+def _of(part: float, most: float) -> str:
+    """`16.6 of at most 16.6 s`."""
+    return f"{seconds(part).removesuffix(' s')} of at most {seconds(most)}"
+
+
+def policy_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """How prefix work and decode share a GPU."""
+    policy = plan.summary.policy
+    share = f", {policy.share:.0%} of the SMs for prefix work" if policy.share is not None else ""
+    return labelled("policy", policy.kind + share + (f": {policy.why}" if policy.why else ""), width)
+
+
+def warning_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """What a reader should know before trusting the plan; the job's own notes first."""
+    lines: list[Text] = []
+    for text in _distinct((*job_of(plan).notes(), *plan.summary.warnings)):
+        lines += labelled("" if lines else "warnings", text, width, "yellow")
+    return lines
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))

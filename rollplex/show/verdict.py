@@ -1,0 +1,119 @@
+"""Why a plan does not fit, and what would make it fit; and the naive overlap as the paper's Table 1 has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from rollplex.ir.job import Job
+from rollplex.ir.plan import Infeasible, Plan, PlannedObject
+from rollplex.show.header import job_of
+from rollplex.show.text import LABEL, WIDTH, clip, labelled, line, seconds, size, table, unit_for
+
+TOWER = "vision tower"
+_PAPER = ("BF16 weights", "gradients", "master", "moments", "activations", "prefix KV", "KV cache", "buffers")
+
+
+def infeasible_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """The first window over capacity, what is live in it by size, and the changes that help; empty when it fits."""
+    found = plan.infeasible
+    if found is None:
+        return []
+    return [*_shortfall(plan, found, width), *_live(plan, found, width), *_remedies(found, width)]
+
+
+def _shortfall(plan: Plan, found: Infeasible, width: int) -> list[Text]:
+    capacity = plan.summary.capacity_bytes if found.resource == "hbm" else plan.summary.host_capacity_bytes
+    place = "a GPU has" if found.resource == "hbm" else "a GPU's share of pinned host memory is"
+    need = capacity + found.shortfall_bytes
+    over = f"{size(found.shortfall_bytes, 1)} over"
+    text = f"in {found.window} {size(need, 1)} are live, {place} {size(capacity, 1)}: {over}"
+    return labelled("over", text, width, "bold red")
+
+
+def _live(plan: Plan, found: Infeasible, width: int) -> list[Text]:
+    """Objects by size, in two columns."""
+    titles = {o.name: o.title for o in plan.summary.objects}
+    unit = unit_for(o.bytes for o in found.objects)
+    cells = [(clip(titles.get(o.name, o.name), 30), unit(o.bytes)) for o in found.objects]
+    half = -(-len(cells) // 2)
+    blank = ("", "")
+    rows = [(*cells[i], *(cells[i + half] if i + half < len(cells) else blank)) for i in range(half)]
+    lines = table(rows, right=(1, 3), gap=3)
+    return [_under(f"live, {unit.name}" if i == 0 else "", text, width) for i, text in enumerate(lines)]
+
+
+def _remedies(found: Infeasible, width: int) -> list[Text]:
+    if not found.remedies:
+        return labelled("would fit", "with no single change that was tried", width)
+    rows = [
+        (r.change, f"frees {size(r.frees_bytes, 1)}" if r.frees_bytes > 0 else "", f"step {_signed(r.costs_s)}")
+        for r in found.remedies
+    ]
+    return [_under("would fit" if i == 0 else "", text, width) for i, text in enumerate(table(rows, gap=3))]
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value >= 0 else '-'}{seconds(abs(value))}"
+
+
+def _under(label: str, text: str, width: int) -> Text:
+    return line((f"{label:<{LABEL}}", "bold"), clip(text, width - LABEL))
+
+
+# ---- the naive overlap
+
+
+def naive_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """Every object by the role and engine that holds it, as in the paper's Table 1; empty for other schedules."""
+    if plan.schedule != "naive":
+        return []
+    unit = unit_for(o.bytes for o in plan.summary.objects)
+    rows = _table_one(job_of(plan), plan.summary.objects)
+    total = sum(nbytes for _, _, nbytes in rows)
+    title = f"naive overlap: everything stays resident, {unit.name} a GPU (paper, Table 1)"
+    lines = [line((clip(title, width), "bold"))]
+    for i, (group, what, nbytes) in enumerate(rows):
+        again = i > 0 and rows[i - 1][0] == group
+        lines.append(_table_row("" if again else group, what, unit(nbytes), width))
+    lines.append(_table_row("total", "", unit(total), width, "bold"))
+    towers = sum(nbytes for _, what, nbytes in rows if what == TOWER)
+    if towers:
+        lines.append(
+            _table_row("without the vision towers", "(the paper leaves them out)", unit(total - towers), width)
+        )
+    return lines
+
+
+def _table_row(group: str, what: str, figure: str, width: int, style: str = "") -> Text:
+    return line((clip(f"  {clip(group, 26):<28}{clip(what, 34):<36}{figure:>8}", width), style))
+
+
+def _table_one(job: Job, objects: Sequence[PlannedObject]) -> list[tuple[str, str, int]]:
+    """(role and engine, object, bytes) in the paper's order; the boundaries of all roles are one row, as there."""
+    boundaries = [o for o in objects if o.class_ == "boundary"]
+    training = f"{job.policy}, training TP={job.train_tp}"
+    rows = [_table_entry(job, o, training) for o in objects if o.class_ != "boundary"]
+    if boundaries:
+        rows.append((training, f"preserved prefix KV, {len(boundaries)} roles", sum(o.bytes for o in boundaries)))
+    groups = list(dict.fromkeys([training, *sorted(group for group, _, _ in rows)]))
+    return sorted(rows, key=lambda row: (groups.index(row[0]), _paper_order(row[1])))
+
+
+def _table_entry(job: Job, o: PlannedObject, training: str) -> tuple[str, str, int]:
+    if o.process == "rollout":
+        return f"rollout TP={job.rollout_tp}", _short(o, "rollout"), o.bytes
+    if o.role == job.policy:
+        return training, _short(o, job.policy), o.bytes
+    return f"{o.role} TP={job.trainer(o.role).tensor_parallel}", _short(o, o.role), o.bytes
+
+
+def _paper_order(what: str) -> int:
+    """Where the paper's Table 1 has this row; the vision tower, which it leaves out, comes last."""
+    return next((i for i, word in enumerate(_PAPER) if word in what), len(_PAPER))
+
+
+def _short(o: PlannedObject, owner: str) -> str:
+    """The title without the name of its owner, which stands in the first column."""
+    return o.title.removeprefix(f"{owner} ")

@@ -1,0 +1,71 @@
+"""Progress of long work on stderr: a bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from rollplex.runtime.events import EnginesReady, IterationDone, RunEvent, Started, StepEntered, Stopping
+
+LINES = 10  # lines of a whole run in a log
+
+
+class RunWatch:
+    """Call it with what a run tells; use it as a context."""
+
+    def __init__(self, steps: int, reward: str, console: Console) -> None:
+        self.steps, self.reward, self.console = steps, reward, console
+        self._bar: Progress | None = None
+        self._task = None
+
+    def __enter__(self) -> RunWatch:
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description:<12}"),
+                BarColumn(bar_width=32),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("starting", total=self.steps, note="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: RunEvent) -> None:
+        """Show one event."""
+        match event:
+            case Started(pids):
+                self._say(f"{len(pids)} engine processes started")
+            case EnginesReady():
+                self._update(description="training")
+            case StepEntered(process, _, step) if process.kind == "train":
+                self._update(description=step.window)
+            case IterationDone(iteration, steps, metrics):
+                self._done(iteration + 1, steps, dict(metrics))
+            case Stopping():
+                self._say("interrupted: the run ends after this step; press Ctrl-C again to end it at once")
+            case _:
+                pass
+
+    def _done(self, done: int, steps: int, metrics: dict[str, float]) -> None:
+        note = f"{self.reward} {metrics[self.reward]:.3f}" if self.reward in metrics else ""
+        self._update(completed=done, note=note)
+        if self._bar is None and (done == 1 or done == steps or done * LINES // steps > (done - 1) * LINES // steps):
+            self.console.print(f"step {done:>4} of {steps}  {note}  {metrics.get('step_s', 0.0):.2f} s".rstrip())
+
+    def _update(self, **fields: object) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, **fields)  # type: ignore[arg-type]
+
+    def _say(self, text: str) -> None:
+        (self._bar.console if self._bar is not None else self.console).print(text)
