@@ -10,7 +10,6 @@ from typing import Any
 
 from examples.grpo import grpo
 from examples.shapes.make import make
-
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.passes.pipeline import compile_plan
@@ -65,15 +64,19 @@ def data_dir() -> Path:
     return folder
 
 
+# Every mechanism at work: the reference leaves and returns, moments stream from the host, the prefix is offloaded.
+TIGHT: dict[str, Any] = {"cluster": {"capacity_gib": "4.5 MiB"}}
+
+
 def tiny_job(**changes: Any) -> Job:
     """The job; `changes` are top-level sections merged into it: `run={"steps": 2}`, `schedule="serial"`."""
     data = {
         "model": {"name": str(data_dir() / "model"), "dtype": "float32", "config": CONFIG},
-        "cluster": {"gpu": "cpu", "gpus_per_node": 1, "host_memory_gb": 4, "capacity_gib": "96 MiB"},
+        "cluster": {"gpu": "cpu", "gpus_per_node": 1, "host_memory_gb": 4, "capacity_gib": "16 MiB"},
         "roles": {
             "actor": {
                 "train": {"engine": "host"},
-                "rollout": {"engine": "host", "kv_cache_gib": "4 MiB", "runtime_gib": "4 MiB"},
+                "rollout": {"engine": "host", "kv_cache_gib": "256 KiB", "runtime_gib": "128 KiB"},
             },
             "reference": {"score": {"engine": "host"}},
         },

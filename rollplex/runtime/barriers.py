@@ -64,17 +64,17 @@ class Events:
 
     def __init__(self, receivers: Mapping[str, frozenset[ProcessId]]) -> None:
         self._receivers = dict(receivers)
-        self._signalled: set[str] = set()
+        self.signalled: set[str] = set()
 
     def begin(self) -> None:
         """A new iteration: every event may be signalled again."""
-        self._signalled.clear()
+        self.signalled.clear()
 
     def signal(self, process: ProcessId, event: str) -> tuple[ProcessId, ...]:
         """One process signals an event; who must receive its values."""
-        if event in self._signalled:
+        if event in self.signalled:
             raise EngineError(f"signals {event} a second time in one iteration", where=process, hint=_HINT)
-        self._signalled.add(event)
+        self.signalled.add(event)
         return tuple(sorted(self._receivers.get(event, frozenset())))
 
 

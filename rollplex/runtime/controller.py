@@ -21,6 +21,7 @@ from typing import Any
 from rollplex.backends.engine import EngineReport, Tasks, Values
 from rollplex.ir.errors import EngineError
 from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Barrier, Step, Wait, describe
 from rollplex.runtime import death
 from rollplex.runtime.barriers import Barriers, Events, barrier_order, receivers
 from rollplex.runtime.crew import Crew, Gone, Member
@@ -91,6 +92,7 @@ class Controller:
         self._barriers.begin()
         self.crew.post_all(Begin(number))
         run_iteration(self._own, number)
+        self.timeline.rest(CONTROLLER, number)
         self.pump(lambda: self.reports.keys() == self.crew.members.keys())
 
     def values(self) -> Values:
@@ -141,6 +143,7 @@ class Controller:
             try:
                 process, message, fds = self.crew.inbox.get(timeout=TICK_S)
             except queue.Empty:
+                self._look_for_deadlock()
                 continue
             self._handle(self.crew.members[process], message, fds)
 
@@ -202,3 +205,20 @@ class Controller:
         for member in self.crew.members.values():
             if member.silence.too_long():
                 raise death.silent(member, self.timeline)
+
+    def _look_for_deadlock(self) -> None:
+        """Nobody runs, nobody is on the way: every process waits for what only another waiting process could give."""
+        waiting = {process: step for process, (_, step) in self.timeline.current.items() if self._blocked(step)}
+        if waiting and waiting.keys() == self.timeline.current.keys():
+            who = "; ".join(f"{process} in `{describe(step)}`" for process, step in sorted(waiting.items()))
+            hint = "verify the plan with `rollplex verify`: a signal is missing, or barriers are crossed"
+            raise EngineError(f"no process can go on: {who}", where="deadlock", hint=hint)
+
+    def _blocked(self, step: Step) -> bool:
+        match step:
+            case Wait(event=event):
+                return event not in self._events.signalled
+            case Barrier(name=name):
+                return name == self._barriers.expected
+            case _:
+                return False

@@ -10,6 +10,7 @@ from rollplex.ir.checker import verify_plan
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
+from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import Exchange, Rebuild
 from rollplex.runtime.feed import Feed, parameters_of
 
@@ -21,7 +22,8 @@ def check_plan(plan: Plan) -> None:
     """Refuse an infeasible plan and one with a feature that no backend here executes; then the checker's verdict."""
     if plan.infeasible is not None:
         window, resource, short = plan.infeasible.window, plan.infeasible.resource, plan.infeasible.shortfall_bytes
-        what = f"the plan does not fit: in window {window} {resource} is {short / 2**30:.2f} GiB short"
+        memory = "HBM" if resource == "hbm" else "the pinned host pool"
+        what = f"the plan does not fit: {memory} is {pretty(short)} short in window {window}"
         raise RunError(
             what, where=plan.algorithm, hint="`rollplex compile` lists the cheapest changes that make it fit"
         )

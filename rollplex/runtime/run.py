@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,8 @@ class _Run:
         summary = self.plan.summary
         device = Ledger.create("device 0", summary.capacity_bytes, process="controller")
         host = Ledger.create(HOST, summary.host_capacity_bytes, process="controller")
-        controller.start(lambda: (device.export(), host.export()))
+        with closing(device), closing(host):
+            controller.start(lambda: (device.export(), host.export()))
         self.progress(EnginesReady(self.job.run.steps))
         self._iterate(controller)
         answers = controller.ask(Ask("digests"))

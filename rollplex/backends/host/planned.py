@@ -134,9 +134,18 @@ class PlannedObjects:
         """The object where it is now: its pages if it has any, else its slot."""
         return self.pages(name, dtype) if self.mapped(name) else self.slot(name, dtype)
 
-    def holds(self, *names: str) -> None:
-        """The engine has written initial values: into the slot of each object that is not mapped."""
-        self._store.filled(*(name for name in names if not self.mapped(name)))
+    def filled(self, *names: str) -> None:
+        """The engine has written initial values of these objects where they are: note which slots hold them."""
+        self._store.filled(*(name for name in names if not self.mapped(name)), step="start")
+
+    def keep_on_host(self, name: str, source: torch.Tensor) -> None:
+        """Give a frozen object its values: its slot holds them for ever, its pages too if it starts with some."""
+        places = [self.slot(name, source.dtype)] if self.on_host(name) else []
+        places += [self.pages(name, source.dtype)] if self.mapped(name) else []
+        for place in places:
+            place.copy_(source[: len(place)])
+        if self.on_host(name):
+            self._store.filled(name, step="start")
 
     def inodes(self) -> dict[str, list[int]]:
         """Inodes of shared pages: equal in two processes that hold the same physical copy."""

@@ -132,18 +132,27 @@ class TrainEngine:
         )
         self._groups[step.microbatch].boundary[step.role] = result
 
-    @torch.no_grad()
     def _suffix(self, step: Run, inputs: Mapping[str, Any]) -> None:
-        result = self._groups[step.microbatch].boundary.pop(step.role)
-        self._loss.score(step.node, step.microbatch, self._logprobs(step, result, result.kv, inputs))
+        prefix = self._groups[step.microbatch].boundary.pop(step.role)
+        with torch.no_grad():
+            scores = [self._logprobs(prefix, prefix.kv, part) for part in self._parts(step, inputs)]
+        self._loss.score(step.node, step.microbatch, torch.cat(scores, dim=1))
 
-    @torch.enable_grad()
     def _train(self, step: Run, inputs: Mapping[str, Any]) -> None:
-        group = self._groups[step.microbatch]
-        result = group.boundary[step.role]
-        leaf = boundary_leaf(result.kv)
-        self._loss.backward(step.node, step.microbatch, self._logprobs(step, result, leaf, inputs), inputs)
-        group.kv_grad = leaf.grad
+        """Where the plan takes the group in parts, the loss sees all of them first, then each runs its backward."""
+        group, parts = self._groups[step.microbatch], self._parts(step, inputs)
+        prefix = group.boundary[step.role]
+        kv = boundary_leaf(prefix.kv)
+        with torch.set_grad_enabled(len(parts) == 1):
+            logprobs = torch.cat([self._logprobs(prefix, kv, part) for part in parts], dim=1)
+        if len(parts) > 1:
+            logprobs.requires_grad_()
+        self._loss.backward(step.node, step.microbatch, logprobs, inputs)
+        if len(parts) > 1:
+            assert logprobs.grad is not None, "the loss depends on the log-probabilities"
+            for part, grad in zip(parts, logprobs.grad.split([len(p) for p in parts], dim=1), strict=True):
+                self._logprobs(prefix, kv, part).backward(grad)
+        group.kv_grad = kv.grad
 
     def _prefix_backward(self, step: Run) -> None:
         group = self._groups[step.microbatch]
@@ -153,12 +162,17 @@ class TrainEngine:
 
     # ---- pieces
 
-    def _logprobs(self, step: Run, prefix: PrefixResult, kv: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """[1, group, response_tokens] of the microbatch's responses, in the dtype of losses."""
-        recompute = step.role == self.role and self.job.roles[step.role].recompute == "full"
-        model, temperature = self._replicas[step.role].model, self.job.run.temperature
+    def _parts(self, step: Run, inputs: Mapping[str, Any]) -> list[list[Tensor]]:
+        """The responses of a group, as many at a time as the plan has room for."""
         responses = inputs[self._loss.rollout].responses(step.microbatch)
-        found = suffix_logprobs(model, kv, prefix.prompt, responses, temperature, recompute=recompute)
+        size = self.plan.summary.chunks.microbatch.suffix_responses
+        return [responses[i : i + size] for i in range(0, len(responses), size)]
+
+    def _logprobs(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor]) -> Tensor:
+        """[1, responses, response_tokens] under the prefix's model, in the dtype of losses."""
+        recompute = prefix.attached and self.job.roles[self.role].recompute == "full"
+        temperature = self.job.run.temperature
+        found = suffix_logprobs(prefix.model, kv, prefix.prompt, responses, temperature, recompute=recompute)
         room = self.job.workload.response_tokens - found.shape[1]
         return torch.nn.functional.pad(found, (0, room))[None].to(self.state_dtype)
 
@@ -199,14 +213,11 @@ class TrainEngine:
         fill(policy.weights, self.job)
         fill(split(self._state("master"), trained_tensors(self.job, self.role)), self.job)
         self._state("moments").zero_()
-        self._objects.holds(f"{self.role}.master", f"{self.role}.moments")
+        self._objects.filled(f"{self.role}.master", f"{self.role}.moments")
         for role, replica in self._replicas.items():
             for part, name in replica.objects.items():
-                if name.startswith(f"{role}.") and role != self.role:
-                    source = self._objects.pages(policy.objects[part], self.dtype)
-                    into = self._objects.current(name, self.dtype)
-                    into.copy_(source[: len(into)])
-                    self._objects.holds(name)
+                if role != self.role and name.startswith(f"{role}."):
+                    self._objects.keep_on_host(name, self._objects.pages(policy.objects[part], self.dtype))
 
 
 def _adder(slab: Tensor) -> Any:
