@@ -75,7 +75,9 @@ def _table() -> dict[str, TorchOp]:
 
 
 TORCH_OPS: Mapping[str, TorchOp] = _table()
-_NAME_OF_FUNCTION = {row.run: name for name, row in TORCH_OPS.items() if not name.startswith("Tensor.")}
+_NAME_OF_FUNCTION: Mapping[Any, str] = {
+    row.run: name for name, row in TORCH_OPS.items() if not name.startswith("Tensor.")
+}
 
 # Operations that people reach for, and what to write instead.
 INSTEAD: Mapping[str, str] = {
@@ -123,7 +125,7 @@ def torch_op_name(kind: str, target: Any) -> str | None:
     if kind == "call_method":
         name = f"Tensor.{target}"
         return name if name in TORCH_OPS else None
-    return _NAME_OF_FUNCTION.get(target) if callable(target) else None
+    return _NAME_OF_FUNCTION.get(target)
 
 
 def reduced_dim(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
