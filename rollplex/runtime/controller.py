@@ -52,7 +52,7 @@ from rollplex.runtime.protocol import (
 from rollplex.runtime.spans import Timeline
 from rollplex.runtime.state import ProcessState
 
-EXIT_S = 20.0  # from Stop to the exit of a healthy process
+EXIT_S = 20.0  # from the end of a healthy process' channel to its exit
 
 
 class Controller:
@@ -72,6 +72,7 @@ class Controller:
         self._own = ProcessState(CONTROLLER, programs[CONTROLLER], self, tasks)
         self._delivered: dict[str, Values] = {}
         self._answers: dict[ProcessId, dict[str, str]] = {}
+        self._stopping: set[ProcessId] = set()
 
     # ---- the life of a run
 
@@ -109,11 +110,12 @@ class Controller:
         return dict(self._answers)
 
     def stop(self) -> None:
-        """Let every process end by itself; EngineError for one that does not within 20 s, or ends badly."""
-        self.crew.post_all(Stop())
-        for member in self.crew.members.values():
-            if death.status(member, EXIT_S) != 0:
-                raise death.died(member, self.timeline)
+        """Let every process end by itself, readers of shared pages before their owners; raises if one ends badly."""
+        readers = {kind for o in self.plan.summary.objects for kind in o.readers}
+        for process in sorted(self.crew.members, key=lambda process: process.kind not in readers):
+            self._stopping.add(process)
+            self.crew.post(process, Stop())
+            self.pump(lambda process=process: process not in self._stopping)
 
     # ---- the controller's own Link
 
@@ -169,6 +171,8 @@ class Controller:
                 self._answers[process] = result
             case Failed():
                 raise death.failed(member, self.timeline, message)
+            case Gone() if process in self._stopping and death.status(member, EXIT_S) == 0:
+                self._stopping.remove(process)
             case Gone():
                 raise death.died(member, self.timeline)
             case _:

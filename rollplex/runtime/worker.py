@@ -62,14 +62,12 @@ def _serve(link: ChildLink) -> None:
     link.silent_after(job.run.silent_s)
     be_deterministic(job.run.threads)
     engine = build_engine(plan, job, assign.process, fds)
-    try:
-        state = engine_state(assign.process, plan, job, link, engine)
-        _share(link, plan, state)
-        link.send(Ready(engine.ready()))
-        while _obey(link, state):
-            pass
-    finally:
-        engine.close()
+    state = engine_state(assign.process, plan, job, link, engine)
+    _share(link, plan, state)
+    link.send(Ready(engine.ready()))
+    while _obey(link, state):
+        pass
+    engine.close()  # only here: after an error the process ends, and the kernel takes everything back
 
 
 def be_deterministic(threads: int) -> None:
