@@ -122,6 +122,7 @@ def test_equation_1(plan: Plan) -> None:
     """T = max(T_D + d_D, T_P) + T_post; the saving is bounded by min(T_P - d_D, T_D)."""
     t = plan.summary.times
     assert t.step_s == pytest.approx(max(t.decode_s + t.interference_s, t.prefix_s) + t.post_s + t.exposed_transfer_s)
+    assert sum(w.seconds for w in plan.summary.windows) == pytest.approx(t.step_s, abs=1e-4)
     assert t.serial_s - t.step_s <= t.saving_bound_s + 1e-6
     assert t.saving_bound_s == pytest.approx(min(t.prefix_s - t.interference_s, t.decode_s))
 

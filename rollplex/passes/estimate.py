@@ -14,7 +14,7 @@ from rollplex.passes.timeline import window_seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """Times of the iteration, and of each window's compute."""
+    """Times of the iteration, and of each window; the windows add up to the step."""
 
     made_by: ClassVar[str] = "estimate"
     times: Times
@@ -37,7 +37,8 @@ class EstimatePass:
 
     def run(self, module: Module) -> Module:
         """Compute the times from the timeline and the residency solution."""
-        schedule, exposed = module[Schedule], module[Residency].exposed_s
+        schedule, residency = module[Schedule], module[Residency]
+        exposed = residency.exposed_s
         line = window_seconds(module.job, schedule)
         serial = line.decode_s + line.prefix_s + line.post_s + exposed
         overlapped = max(line.decode_s + line.interference_s, line.overlap_s) + line.post_s + exposed
@@ -54,4 +55,5 @@ class EstimatePass:
             speedup_vs_serial=round(serial / step, 4),
             saving_bound_s=round(bound, 6),
         )
-        return module.put(Estimate(times, line.compute))
+        window_s = {w: s + residency.exposed.get(w, 0.0) for w, s in line.window.items()}
+        return module.put(Estimate(times, window_s))

@@ -46,15 +46,20 @@ UNIT = 4096
 
 @dataclass(frozen=True)
 class Residency:
-    """Where every object is; bytes over capacity by window (empty when the schedule fits)."""
+    """Where every object is; bytes over capacity by window (empty when it fits), exposed seconds by stretch."""
 
     made_by: ClassVar[str] = "residency"
     places: dict[str, dict[str, Place]]
     over_hbm: dict[str, int]
     over_host: dict[str, int]
     moved_bytes: int
-    exposed_s: float
+    exposed: dict[str, float]
     solvers: tuple[SolverResult, ...]
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of transfers and recomputation that nothing hides, over the iteration."""
+        return sum(self.exposed.values())
 
     def place(self, name: str, window: str) -> Place:
         """Where the object is in the window; `-` when it does not exist."""
@@ -264,7 +269,8 @@ def read(model: Model, solution: Solution) -> Residency:
     over = {w: solution.value(v) * UNIT for w, v in model.over.items() if solution.value(v)}
     short = {w: solution.value(v) * UNIT for w, v in model.short.items() if solution.value(v)}
     moved = next(r.value for r in solution.results if r.objective == "bytes moved")
-    exposed = next(r.value for r in solution.results if r.objective == "exposed seconds")
+    late = zip(model.exposed, model.data.stretches, strict=True)
+    exposed = {windows[-1]: solution.value(e) * 1e-6 for e, (windows, _) in late}
     return Residency(places, over, short, int(moved), exposed, solution.results)
 
 

@@ -12,9 +12,13 @@ from rollplex.passes.work import role_work, trained_parameters
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds of compute by window, without transfers; `overlap_s` is prefix time under the sharing policy."""
+    """Seconds of compute by window, without transfers; `overlap_s` is prefix time under the sharing policy.
+
+    `compute` is each window's own work; `window` how long the window lasts, where decode runs beside the prefixes.
+    """
 
     compute: dict[str, float]
+    window: dict[str, float]
     idle_s: float
     decode_s: float
     prefix_s: float
@@ -34,7 +38,11 @@ def window_seconds(job: Job, schedule: Schedule) -> Timeline:
     post = sum(s for w, s in zip(windows, compute.values(), strict=True) if w.kind not in ("prefix", "decode"))
     beside = prefix / _share(job) if overlapped else prefix
     idle = max(0.0, decode + interference - beside) if overlapped else 0.0
-    return Timeline(compute, idle, decode, prefix, beside, interference, post)
+    window = dict(compute)
+    if overlapped:
+        window |= {w.name: compute[w.name] / _share(job) for w in windows if w.kind == "prefix"}
+        window |= {w.name: idle for w in windows if w.kind == "decode"}
+    return Timeline(compute, window, idle, decode, prefix, beside, interference, post)
 
 
 def _share(job: Job) -> float:
