@@ -22,7 +22,7 @@ def layout_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     cost = (
         f"case-3 buffer {size(layout.case3_buffer_bytes)} a GPU, exchange {size(layout.exchange_bytes_per_gpu)} a GPU"
     )
-    lines = labelled("layout", f"{shares}   of the parameters of the language model", width)
+    lines = labelled("layout", f"{shares}   of the language model", width)
     lines += under(f"{layout.order} order, q = {layout.q}: {cost}", width)
     return lines + [text for part in joined(_placement(layout), width - LABEL) for text in under(part, width)]
 

@@ -46,7 +46,7 @@ def _bar_line(plan: Plan, w: WindowSummary, unit: Unit, name: int, width: int) -
 def bar(held: int, capacity: int, peak: int, room: int) -> list[tuple[str, str]]:
     """`room` characters to the scale of the larger of capacity and peak: # held, ! held beyond it, | the capacity."""
     scale = (room - 1) / max(capacity, peak, 1)
-    end = round(scale * capacity)  # where the mark of the capacity stands
+    end = min(round(scale * capacity), room - 2 if peak > capacity else room - 1)  # where the capacity's mark stands
     if held <= capacity:
         inside, beyond = round(scale * held), 0
     else:

@@ -29,7 +29,8 @@ class Unit:
         smallest = 10.0**-digits
         if 0 < value < smallest / 2:
             return f"<{smallest:.{digits}f}".replace("0.", ".")
-        return f"{value:.{digits if self.nbytes > 1 else 0}f}"
+        whole = self.nbytes == 1 or value >= 99_999.5
+        return f"{value:.{0 if whole else digits}f}"
 
     def named(self, nbytes: float, digits: int = 2) -> str:
         """`37.25 GiB`."""

@@ -106,7 +106,8 @@ def _table_entry(job: Job, o: PlannedObject, training: str) -> tuple[str, str, i
         return f"rollout TP={job.rollout_tp}", _short(o, "rollout"), o.bytes
     if o.role == job.policy:
         return training, _short(o, job.policy), o.bytes
-    return f"{o.role} TP={job.trainer(o.role).tensor_parallel}", _short(o, o.role), o.bytes
+    degree = f" TP={job.trainer(o.role).tensor_parallel}" if o.role in job.roles else ""
+    return o.role + degree, _short(o, o.role), o.bytes
 
 
 def _paper_order(what: str) -> int:

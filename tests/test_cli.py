@@ -1,0 +1,347 @@
+"""The command line: what it prints, where, and with which exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rollplex import api, cli, doctor
+from rollplex.doctor import Finding
+
+ROOT = Path(__file__).resolve().parent.parent
+GRPO, VIDEO = str(ROOT / "examples/grpo.py"), str(ROOT / "examples/grpo_video.py")
+JOB = str(ROOT / "examples/jobs/qwen2_5_vl_32b_h800x8.yaml")
+
+
+class Result(NamedTuple):
+    """What a command left: exit status, stdout, stderr."""
+
+    status: int
+    out: str
+    err: str
+
+
+Rollplex = Callable[..., Result]
+
+
+@pytest.fixture
+def rollplex(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Rollplex:
+    """Run a command line in this process; no command may ever show a traceback."""
+
+    def run(*argv: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["rollplex", *argv])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        code = stopped.value.code
+        return Result(code if isinstance(code, int) else 0, out, err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 32B plan on disk."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(api.compile_files(GRPO, JOB).plan.to_json())
+    return path
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize("command", ["models", "gpus", "--help", "--version"])
+def test_what_needs_no_torch_imports_none(command: str) -> None:
+    """The tables answer at once: neither torch nor OR-Tools is loaded for them."""
+    script = (
+        "import sys; from rollplex.cli import main; sys.argv = ['rollplex', sys.argv[1]]\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "print([m for m in ('torch', 'ortools', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, command], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_models_lists_the_registry_exactly(rollplex: Rollplex) -> None:
+    """The row of numbers.md for the 32B model: shape, vision tower, parameters, GiB, KV bytes."""
+    result = rollplex("models")
+    row = next(t for t in result.out.splitlines() if t.startswith("Qwen2.5-VL-32B"))
+    assert row.split()[1:] == [
+        "5120/64/40/8/27648/152064", "1280/32/16/3456", "33,452,718,336", "62.31", "262,144"
+    ]  # fmt: skip
+    assert result.status == 0
+
+
+def test_gpus_say_where_their_memory_figure_comes_from(rollplex: Rollplex) -> None:
+    """A figure from a log and an estimate are told apart."""
+    rows = {t.split()[0]: t for t in rollplex("gpus").out.splitlines()}
+    assert rows["H100"].split()[1] == "79.1"
+    assert rows["H100"].endswith("read in a log")
+    assert "estimated" in rows["B200"]
+
+
+def test_passes_are_listed_with_their_facts(rollplex: Rollplex) -> None:
+    """Every pass of the pipeline, numbered, with what it makes."""
+    out = rollplex("passes").out
+    assert " 1  infer-types   Types" in out
+    assert "residency     Residency" in out
+
+
+@pytest.mark.parametrize("command", ["models", "gpus", "passes", "doctor"])
+def test_tables_fit_the_page(command: str, rollplex: Rollplex) -> None:
+    """No table is wider than 100 columns, and none has colours in a pipe."""
+    out = rollplex(command).out
+    assert max(map(len, out.splitlines())) <= 100
+    assert "\x1b" not in out
+
+
+# ---- compile
+
+
+def test_a_feasible_plan_exits_0_with_its_page(rollplex: Rollplex) -> None:
+    """The 32B job on one node fits; stdout is the page and nothing else."""
+    result = rollplex("compile", GRPO, "--job", JOB, "--plan-only")
+    assert result.status == 0
+    assert "rollplex   grpo.py x qwen2_5_vl_32b_h800x8.yaml" in result.out
+    assert "case 1 60.06 %   case 2 32.77 %   case 3 7.17 %" in result.out
+    assert "case-3 buffer 1.09 GiB" in result.out
+    assert max(map(len, result.out.splitlines())) <= 100
+    assert result.err == ""
+
+
+@pytest.mark.parametrize("override", [["schedule=naive"], ["--set", "schedule=naive"]])
+def test_an_infeasible_plan_exits_1_with_the_reason(override: list[str], rollplex: Rollplex) -> None:
+    """Overrides work bare and with --set; the naive overlap needs more than a GPU has."""
+    result = rollplex("compile", GRPO, "--job", JOB, *override)
+    assert result.status == 1
+    assert "DOES NOT FIT" in result.out
+    assert "naive overlap" in result.out
+    assert "would fit  schedule=rollplex" in result.out
+
+
+def test_json_is_the_plan_and_nothing_else(rollplex: Rollplex) -> None:
+    """--json has the stable keys of design.md section 9, and a second run gives the same bytes."""
+    first, second = (rollplex("compile", GRPO, "--job", JOB, "--json") for _ in range(2))
+    assert first.out == second.out
+    plan = json.loads(first.out)
+    assert plan["feasible"] is True
+    assert plan["job"]["cluster"]["gpu"] == "H800"
+    keys = "capacity_bytes peak_hbm_bytes peak_window peak_host_bytes objects windows layout chunks times policy"
+    assert set(keys.split()) <= set(plan["summary"])
+    assert set(plan["summary"]["layout"]) >= {"q", "cases", "case3_buffer_bytes", "exchange_bytes_per_gpu", "tensors"}
+    assert set(plan["programs"]) == {"controller", "train", "rollout"}
+
+
+def test_output_writes_the_plan_and_prints_the_verdict(rollplex: Rollplex, tmp_path: Path) -> None:
+    """-o gives a file that verify accepts; the page is printed only when asked for."""
+    path = tmp_path / "plan.json"
+    result = rollplex("compile", GRPO, "--job", JOB, "-o", str(path))
+    assert "FITS" in result.out
+    assert "state contract" not in result.out
+    assert rollplex("verify", str(path)).status == 0
+
+
+def test_output_to_nowhere_is_told(rollplex: Rollplex, tmp_path: Path) -> None:
+    """A file that cannot be written is the user's to fix."""
+    result = rollplex("compile", GRPO, "--job", JOB, "-o", str(tmp_path / "no/plan.json"))
+    assert result.status == 2
+    assert "cannot write the plan: No such file or directory" in result.err
+
+
+def test_print_after_shows_the_module(rollplex: Rollplex) -> None:
+    """After prefix-split the graph has prefixes and suffixes; beside JSON it goes to stderr."""
+    result = rollplex("compile", GRPO, "--job", JOB, "--print-after", "prefix-split", "-o", "/dev/null")
+    assert "actor.suffix(" in result.out
+    beside = rollplex("compile", GRPO, "--job", JOB, "--print-after", "layout", "--json")
+    assert json.loads(beside.out)
+    assert "case 3 7.2 %" in beside.err
+
+
+def test_an_unknown_pass_is_corrected(rollplex: Rollplex) -> None:
+    """A typing mistake gets the nearest name."""
+    result = rollplex("compile", GRPO, "--job", JOB, "--print-after", "prefix-spilt")
+    assert result.status == 2
+    assert result.err == "error: --print-after: no pass `prefix-spilt`\n  try: prefix-split\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["compile", "none.py", "--job", JOB], "there is no file none.py"),
+        (["compile", f"{GRPO}:gpro", "--job", JOB], "no algorithm `gpro`"),
+        (["compile", GRPO, "--job", "none.yaml"], "none.yaml"),
+        (["compile", GRPO, "--job", JOB, "shedule=naive"], "unknown key `shedule`"),
+        (["compile", GRPO, "--job", JOB, "naive"], "write section.key=value"),
+        (["verify", "none.json"], "cannot read the plan"),
+        (["run", GRPO], "an algorithm needs a job"),
+        (["run", GRPO, "--job", JOB], "backend megatron is not implemented yet for run"),
+        (["run", VIDEO, "--job", JOB, "--host", "reward"], "`reward` binds no function"),
+        (["run", VIDEO, "--job", JOB, "--host", "score=os.path:join"], "calls no host function `score`"),
+        (["run", VIDEO, "--job", JOB, "--host", "reward=none.py:f"], "there is no file none.py"),
+        (["run", VIDEO, "--job", JOB, "--host", "reward=os.path:jion"], "os.path has no function `jion`"),
+        (["run", VIDEO, "--job", JOB, "--host", "reward=no_such:f"], "cannot import no_such"),
+        (["run", VIDEO, "--job", JOB, "--steps", "0"], "0 steps"),
+    ],
+)
+def test_wrong_input_exits_2_and_says_what(argv: list[str], message: str, rollplex: Rollplex) -> None:
+    """A user's mistake is told on stderr, with nothing on stdout."""
+    result = rollplex(*argv)
+    assert result.status == 2
+    assert message in result.err
+    assert result.out == ""
+
+
+def test_every_problem_has_its_own_line(rollplex: Rollplex) -> None:
+    """All mistakes of a job come at once, each with its place and what to try."""
+    result = rollplex("compile", GRPO, "--job", JOB, "schedule=fast", "workload.groop=4")
+    assert result.err.count("error: ") == 2
+    assert "  try: group" in result.err
+
+
+def test_usage_errors_exit_2(rollplex: Rollplex) -> None:
+    """A missing option is an input error too."""
+    assert rollplex("compile", GRPO).status == 2
+
+
+# ---- verify
+
+
+def edited(plan_file: Path, tmp_path: Path, edit: Callable[[dict], object]) -> str:
+    """A copy of the plan, changed."""
+    plan = json.loads(plan_file.read_text())
+    edit(plan)
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(plan))
+    return str(path)
+
+
+def drop_first_fetch(plan: dict) -> None:
+    steps = plan["programs"]["train"]
+    steps.remove(next(s for s in steps if s["kind"] == "fetch"))
+
+
+def test_a_sound_plan_is_ok(plan_file: Path, rollplex: Rollplex) -> None:
+    """The facts that were checked, one a line."""
+    result = rollplex("verify", str(plan_file))
+    assert result.status == 0
+    assert all(t.startswith("ok: ") for t in result.out.splitlines())
+    assert "3 programs replayed" in result.out
+
+
+def test_a_broken_plan_exits_1_with_every_violation(plan_file: Path, tmp_path: Path, rollplex: Rollplex) -> None:
+    """A dropped fetch is refused by the rule it breaks, at the step that reads the object."""
+    result = rollplex("verify", edited(plan_file, tmp_path, drop_first_fetch))
+    assert result.status == 1
+    assert "reference.weights" in result.err
+    assert "violation" in result.err.splitlines()[-1]
+    assert result.out == ""
+
+
+def test_a_sound_plan_that_does_not_fit_exits_1(tmp_path: Path, rollplex: Rollplex) -> None:
+    """Verified, and said to be over capacity."""
+    path = tmp_path / "naive.json"
+    assert rollplex("compile", GRPO, "--job", JOB, "schedule=naive", "-o", str(path)).status == 1
+    result = rollplex("verify", str(path))
+    assert result.status == 1
+    assert "DOES NOT FIT: P1 prefix-reference is 90.0 GiB over capacity" in result.out
+
+
+def test_a_plan_with_a_wrong_job_exits_2(plan_file: Path, tmp_path: Path, rollplex: Rollplex) -> None:
+    """The job inside a plan is checked too."""
+    result = rollplex("verify", edited(plan_file, tmp_path, lambda plan: plan["job"].pop("workload")))
+    assert result.status == 2
+    assert "job.workload: Field required" in result.err
+
+
+# ---- run
+
+
+def test_a_plan_takes_no_job(plan_file: Path, rollplex: Rollplex) -> None:
+    """A plan has its job inside."""
+    result = rollplex("run", str(plan_file), "--job", JOB)
+    assert result.status == 2
+    assert "a plan is compiled already" in result.err
+
+
+def test_an_infeasible_job_is_not_run(rollplex: Rollplex) -> None:
+    """It exits as compile does, with the reason."""
+    result = rollplex("run", VIDEO, "--job", JOB, "schedule=naive")
+    assert result.status == 1
+    assert "DOES NOT FIT" in result.out
+
+
+# ---- doctor
+
+
+def test_doctor_looks_at_core_machine_and_gpus(rollplex: Rollplex) -> None:
+    """One line a finding; a machine without a GPU is no failure."""
+    result = rollplex("doctor")
+    assert result.status == 0
+    for name in ("python", "torch", "ortools", "transformers", "cores", "memory", "memfd", "memlock", "vllm"):
+        assert f" {name} " in result.out
+
+
+def test_doctor_fails_on_a_broken_core(rollplex: Rollplex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is there but does not load is broken, and the exit status says so."""
+    real = doctor.importlib.import_module
+
+    def load(name: str) -> object:
+        if name == "ortools":
+            raise ImportError("libortools.so: not found")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", load)
+    result = rollplex("doctor")
+    assert result.status == 1
+    assert "does not load: libortools.so: not found" in result.out
+    assert "pip install --force-reinstall ortools" in " ".join(result.out.split())
+
+
+def test_only_the_core_decides() -> None:
+    """Missing engines leave a machine healthy, a missing core package does not."""
+    assert doctor.healthy((Finding("GPU", "vllm", "missing", ""), Finding("core", "torch", "ok", "")))
+    assert not doctor.healthy((Finding("core", "torch", "missing", ""),))
+
+
+# ---- the last resort
+
+
+def test_our_own_bug_leaves_a_log(rollplex: Rollplex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that nobody foresaw: one line, a file with the traceback, exit 70."""
+
+    def explode(*_: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(api, "compile_files", explode)
+    result = rollplex("compile", GRPO, "--job", JOB)
+    assert result.status == 70
+    assert result.err.startswith("internal error: KeyError: 'lost'")
+    log = Path(result.err.split()[-1])
+    assert "Traceback" in log.read_text()
+    log.unlink()
+
+
+def test_interruption_exits_130(rollplex: Rollplex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is no error of anybody."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "compile_files", interrupt)
+    assert rollplex("compile", GRPO, "--job", JOB).status == 130
+
+
+def test_a_reader_that_goes_away_is_no_bug() -> None:
+    """`rollplex models | head -1` ends without a word."""
+    command = f"{sys.executable} -m rollplex models | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith("model")
+    assert done.stderr == ""
