@@ -1,0 +1,188 @@
+"""Whoever dies, in whichever phase: the others go too, nothing is left behind, and the error says who and where.
+
+            P1 rollout ..        P2 score, train        P3 update, publish
+rollout     SIGKILL              SIGKILL                SIGKILL
+train       SIGKILL              SIGKILL                SIGKILL
+controller  SIGKILL              SIGKILL                SIGKILL
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runtime_tiny import data_dir, tiny_plan, vowels
+
+from rollplex.ir.errors import EngineError
+from rollplex.ir.steps import Run
+from rollplex.runtime.events import RunEvent, Started, StepEntered
+from rollplex.runtime.protocol import ProcessId
+from rollplex.runtime.run import run_plan
+
+PHASES = ("P1", "P2", "P3")
+TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
+
+
+class SignalIn:
+    """A Progress that sends a signal to one process when the trainer enters a phase of the second iteration."""
+
+    def __init__(self, victim: ProcessId, phase: str, number: signal.Signals) -> None:
+        self.victim, self.phase, self.number = victim, phase, number
+        self.pids: dict[ProcessId, int] = {}
+        self.sent_at = 0.0
+
+    def __call__(self, event: RunEvent) -> None:
+        if isinstance(event, Started):
+            self.pids = dict(event.pids)
+        if isinstance(event, StepEntered) and event.process == TRAIN and self._here(event) and not self.sent_at:
+            self.sent_at = time.monotonic()
+            os.kill(self.pids[self.victim], self.number)
+
+    def _here(self, event: StepEntered) -> bool:
+        return event.iteration == 1 and event.step.window.startswith(self.phase)
+
+
+def leftovers(out: Path) -> dict[str, Any]:
+    """What a run could leave behind: children, descriptors of this process, shared memory, sockets, shared pages."""
+    return {
+        "children": psutil.Process().children(recursive=True),
+        "fds": sorted(
+            link for link in map(_target, os.listdir("/proc/self/fd")) if "memfd" in link or "socket" in link
+        ),
+        "shm": sorted(os.listdir("/dev/shm")),
+        "sockets": [path for path in out.rglob("*") if path.is_socket()],
+        "pages": [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:rollplex" in line],
+    }
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", [TRAIN, ROLLOUT], ids=str)
+def test_a_killed_engine_is_named_with_its_step_and_nothing_is_left(
+    tmp_path: Path, victim: ProcessId, phase: str
+) -> None:
+    plan, out = tiny_plan(run={"steps": 3}), tmp_path / "run"
+    kill = SignalIn(victim, phase, signal.SIGKILL)
+    before = leftovers(tmp_path)
+    with pytest.raises(EngineError) as caught:
+        run_plan(plan, hosts={"reward": vowels}, out_dir=out, progress=kill)
+    assert time.monotonic() - kill.sent_at < 3
+    message = str(caught.value)
+    assert message.startswith(f"engine process: {victim} (pid {kill.pids[victim]}) was killed by SIGKILL in step `")
+    assert "iteration 1" in message
+    caught = message = None
+    assert leftovers(tmp_path) == before
+    report = json.loads((out / "report.json").read_text())
+    assert report["steps_done"] == len((out / "metrics.jsonl").read_text().splitlines()) == 1
+    assert report["ended"].startswith("EngineError: ")
+
+
+CONTROLLER = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from runtime_tiny import tiny_plan, vowels
+from test_runtime_death import SignalIn, TRAIN
+from rollplex.runtime.events import Started
+from rollplex.runtime.run import run_plan
+
+kill = SignalIn(TRAIN, {phase!r}, signal.SIGKILL)
+def progress(event):
+    if isinstance(event, Started):
+        print(*event.pids.values(), flush=True)
+        event = Started(dict.fromkeys(event.pids, os.getpid()))
+    kill(event)
+run_plan(tiny_plan(run={{"steps": 3}}), hosts={{"reward": vowels}}, out_dir=Path({out!r}), progress=progress)
+"""
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_engines_do_not_outlive_a_killed_controller(tmp_path: Path, phase: str) -> None:
+    data_dir()
+    here = str(Path(__file__).parent)
+    code = CONTROLLER.format(path=[here, str(Path(here).parent)], phase=phase, out=str(tmp_path / "run"))
+    shm = os.listdir("/dev/shm")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 3
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(_runs(pid) for pid in pids)
+    assert os.listdir("/dev/shm") == shm
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_socket()]
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this pid still runs one of ours."""
+    try:
+        return "rollplex.runtime.process" in " ".join(psutil.Process(pid).cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+@pytest.mark.parametrize("victim", [TRAIN, ROLLOUT], ids=str)
+def test_a_stopped_engine_is_noticed_within_silent_s(tmp_path: Path, victim: ProcessId) -> None:
+    plan = tiny_plan(run={"steps": 3, "silent_s": 2})
+    stop = SignalIn(victim, "P1", signal.SIGSTOP)
+    with pytest.raises(EngineError, match=rf"{victim} \(pid \d+\) has said nothing for 2 s in step `.*`, window P1"):
+        run_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "run", progress=stop)
+    assert 1.5 < time.monotonic() - stop.sent_at < 6
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_the_death_of_an_engine_is_noticed_while_the_controller_is_busy(tmp_path: Path) -> None:
+    pids: dict[ProcessId, int] = {}
+    killed_at = 0.0
+
+    def slow(response: str) -> float:
+        nonlocal killed_at
+        if not killed_at:
+            killed_at = time.monotonic()
+            os.kill(pids[TRAIN], signal.SIGKILL)
+        time.sleep(20)
+        return 0.0
+
+    def progress(event: RunEvent) -> None:
+        if isinstance(event, Started):
+            pids.update(event.pids)
+
+    with pytest.raises(EngineError, match=r"train 0 .* was killed by SIGKILL"):
+        run_plan(tiny_plan(), hosts={"reward": slow}, out_dir=tmp_path / "run", progress=progress)
+    assert time.monotonic() - killed_at < 3
+
+
+def test_a_use_of_memory_that_is_not_mapped_is_a_named_fault(tmp_path: Path) -> None:
+    """The plan unmaps the boundary before training reads it, and says nothing of reading: only the arena can tell."""
+    plan = tiny_plan()
+    steps = list(plan.programs["train"])
+    trains = [i for i, s in enumerate(steps) if isinstance(s, Run) and s.task in ("train", "prefix_backward")]
+    for i in trains:
+        step = steps[i]
+        assert isinstance(step, Run)
+        steps[i] = step.model_copy(update={"reads": tuple(n for n in step.reads if n != "actor.boundary")})
+    unmap = next(s for s in steps if s.kind == "unmap" and s.object == "actor.boundary")
+    steps.remove(unmap)
+    steps.insert(trains[0], unmap)
+    mutated = plan.model_copy(update={"programs": {**plan.programs, "train": tuple(steps)}})
+    from rollplex.runtime.run import execute_plan
+
+    with pytest.raises(EngineError, match=r"train 0 \(pid \d+\) was killed by SIGSEGV in step `run train actor mb 0`"):
+        execute_plan(mutated, hosts={"reward": vowels}, out_dir=tmp_path / "run")
+    assert "Segmentation fault" in (tmp_path / "run" / "logs" / "train-0.log").read_text()
