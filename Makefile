@@ -1,33 +1,51 @@
 # make demo    install into .venv, print the plan of a 32 B model on 8 H800, train a small model with GRPO on this CPU
 # make test    install into .venv, run every check and every test
-# Both need python3 (3.11 to 3.13) and make, nothing else. To choose another interpreter: make demo PYTHON=python3.12
+# make check   the checks alone: lint, format, types, import directions
+# make clean   remove the environment, the example's data, runs and caches
+#
+# Needs python3 (3.11 to 3.13) and make, nothing else. To choose another interpreter: make demo PYTHON=python3.12
 # On Linux, TORCH_INDEX=https://download.pytorch.org/whl/cpu makes torch a CPU build: a much smaller download.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DATA := examples/data/shapes
-RUN ?= runs/shapes
 export TORCH_INDEX
 
-.PHONY: help demo test check venv clean
+.PHONY: help demo plan train test check clean venv-host venv-dev
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-demo:
-	@$(PYTHON) tools/venv.py $(VENV) host
-	@$(BIN)/python tools/demo.py $(DATA) $(RUN)
+demo: plan train
 
-test:
-	@$(PYTHON) tools/venv.py $(VENV) dev
+plan: venv-host
+	$(BIN)/rollplex compile examples/grpo.py --job examples/jobs/qwen2_5_vl_32b_h800x8.yaml --plan-only
+
+train: plan $(DATA)/model.made
+	$(BIN)/rollplex run examples/grpo_video.py --job examples/jobs/shapes_host.yaml
+
+$(DATA)/clips.made: examples/shapes/make.py | venv-host
+	$(BIN)/python -m examples.shapes.make $(DATA)
+	@touch $@
+
+$(DATA)/model.made: examples/shapes/warm_start.py $(DATA)/clips.made | venv-host
+	$(BIN)/python -m examples.shapes.warm_start $(DATA)/train.jsonl $(DATA)/model
+	@touch $@
+
+test: venv-dev
 	@$(BIN)/python tools/check.py
 
-check:
-	@$(PYTHON) tools/venv.py $(VENV) dev
+check: venv-dev
 	@$(BIN)/python tools/check.py --static
 
 clean:
 	rm -rf $(VENV) examples/data runs build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+venv-host:
+	@$(PYTHON) tools/venv.py $(VENV) host
+
+venv-dev:
+	@$(PYTHON) tools/venv.py $(VENV) dev

@@ -4,9 +4,9 @@ Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1; the reward is a rule: 
 """
 
 import torch
-from shapes.reward import exact_answer
 
 import rollplex as rx
+from shapes.reward import exact_answer
 
 HOSTS = {"reward": exact_answer}
 
