@@ -1,0 +1,247 @@
+"""What a user can get wrong is refused before any process starts, with where, what and a way out; never a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_tiny import tiny_job, tiny_plan, vowels
+from safetensors.torch import save_file
+
+from rollplex.ir.errors import DataError, JobError, PlanError, RollplexError, RunError
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Rebuild
+from rollplex.ir.tensors import model_tensors
+from rollplex.runtime.calls import Call, call_each
+from rollplex.runtime.crew import Crew
+from rollplex.runtime.feed import Feed
+from rollplex.runtime.preflight import make_feed
+from rollplex.runtime.run import run_plan
+from rollplex.runtime.rundir import run_directory
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: Crew, process: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(Crew, "_start", start)
+
+
+def refused(plan: Plan, error: type[RollplexError], match: str, out: Path, hosts: dict[str, Any] | None = None) -> None:
+    with pytest.raises(error, match=match):
+        run_plan(plan, hosts={"reward": vowels} if hosts is None else hosts, out_dir=out)
+
+
+# ---- the plan
+
+
+def test_an_infeasible_plan(tmp_path: Path) -> None:
+    plan = tiny_plan(cluster={"capacity_gib": "2 MiB"})
+    refused(plan, RunError, r"the plan does not fit: HBM is .* short in window P1 prefix-reference", tmp_path / "r")
+
+
+def test_another_backend(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    train = plan.processes["train"].model_copy(update={"engine": "megatron"})
+    plan = plan.model_copy(
+        update={"processes": {**plan.processes, "train": train}, "not_executable": ("engine megatron",)}
+    )
+    refused(plan, RunError, r"backend megatron is not implemented yet for run \(train\)", tmp_path / "r")
+    refused(plan, RunError, r"no backend executes this plan: engine megatron", tmp_path / "r")
+
+
+def test_more_ranks_than_the_host_backend_has(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    rollout = plan.processes["rollout"].model_copy(update={"ranks": 2})
+    plan = plan.model_copy(update={"processes": {**plan.processes, "rollout": rollout}})
+    refused(plan, RunError, r"backend host runs one rollout rank, the plan has 2", tmp_path / "r")
+
+
+def test_a_step_the_host_backend_does_not_have(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    train = (*plan.programs["train"], Rebuild(window="P3 publish", object="actor.case3"))
+    plan = plan.model_copy(update={"programs": {**plan.programs, "train": train}})
+    refused(plan, RunError, r"backend host does not execute `rebuild actor.case3` \(train\)", tmp_path / "r")
+
+
+def test_a_plan_that_the_checker_refuses(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    plan = plan.model_copy(update={"programs": {**plan.programs, "train": plan.programs["train"][:-1]}})
+    refused(plan, PlanError, "published", tmp_path / "r")
+
+
+# ---- host functions
+
+
+def test_a_missing_host_function(tmp_path: Path) -> None:
+    refused(tiny_plan(), RunError, r"no function for `reward`\n    try: ", tmp_path / "r", hosts={})
+
+
+def test_a_host_function_with_a_parameter_that_nobody_offers(tmp_path: Path) -> None:
+    def reward(question: str, completion: str) -> float:
+        return 0.0
+
+    message = (
+        r"`reward` takes completion, which no row offers\n    try: .* question, answer, response, row, tokens, index"
+    )
+    refused(tiny_plan(), RunError, message, tmp_path / "r", hosts={"reward": reward})
+
+
+# ---- data and weights
+
+
+def write_rows(folder: Path, *rows: dict[str, Any] | str) -> str:
+    file = folder / "train.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(file)
+
+
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    plan = tiny_plan(run={"data": str(tmp_path / "none.jsonl")})
+    refused(plan, DataError, r"none.jsonl: cannot read the data set: No such file", tmp_path / "r")
+    refused(tiny_plan(run={"data": None}), RunError, r"run.data: the job names no data", tmp_path / "r")
+
+
+def test_an_empty_data_set(tmp_path: Path) -> None:
+    refused(tiny_plan(run={"data": write_rows(tmp_path)}), DataError, "the data set is empty", tmp_path / "r")
+
+
+def test_rows_and_videos_that_cannot_be_used_are_told_all_at_once(tmp_path: Path) -> None:
+    (tmp_path / "broken.mp4").write_bytes(b"this is no video")
+    rows = (
+        {"video": "broken.mp4", "question": "?", "answer": "a"},
+        "{",
+        {"video": "gone.mp4", "question": "?", "answer": "a"},
+    )
+    plan = tiny_plan(run={"data": write_rows(tmp_path, *rows)})
+    with pytest.raises(DataError) as caught:
+        run_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "r")
+    message = str(caught.value)
+    assert all(f"train.jsonl:{line}: " in message for line in (1, 2, 3))
+    assert "broken.mp4" in message
+    assert "gone.mp4 does not exist" in message
+
+
+def test_weights_that_are_not_there_or_of_another_model(tmp_path: Path) -> None:
+    plan = tiny_plan(run={"weights": str(tmp_path)})
+    refused(plan, JobError, r"no \*.safetensors here", tmp_path / "r")
+    tensors = {t.name: torch.zeros(t.shape) for t in model_tensors(tiny_job().spec)}
+    tensors["lm_head.weight"] = torch.zeros(3, 32)
+    del tensors["model.language_model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(JobError) as caught:
+        run_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "r")
+    assert "no weight model.language_model.norm.weight" in str(caught.value)
+    assert "lm_head.weight is [3, 32], the model needs [264, 32]" in str(caught.value)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10")
+    refused(plan, JobError, "cannot read the weights", tmp_path / "r")
+
+
+def test_a_model_that_is_only_a_name(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    job = {**plan.job, "model": {**plan.job["model"], "name": "qwen2.5-vl-3b", "config": None}}
+    with pytest.raises(JobError, match=r"model.name: the model qwen2.5-vl-3b is known by its sizes only"):
+        run_plan(plan.model_copy(update={"job": job}), hosts={"reward": vowels}, out_dir=tmp_path / "r")
+
+
+# ---- the directory
+
+
+def test_a_directory_in_use(tmp_path: Path) -> None:
+    with run_directory(tmp_path / "r"):
+        refused(tiny_plan(), RunError, "another run is using this directory", tmp_path / "r")
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(tiny_plan(), RunError, "cannot make the run directory: ", tmp_path / "file" / "r")
+
+
+def test_a_refused_run_leaves_the_directory_usable(tmp_path: Path) -> None:
+    refused(tiny_plan(run={"data": None}), RunError, "names no data", tmp_path / "r")
+    with run_directory(tmp_path / "r"):
+        pass
+
+
+# ---- the feed
+
+
+def feed(**run: Any) -> Feed:
+    job = tiny_job(run=run)
+    return make_feed(tiny_plan(run=run), job, {"reward": vowels})
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
+    made = feed()
+    steps = [[row.id for row in made.rows_of(i)] for i in range(12)]
+    epochs = [[row for step in steps[i : i + 6] for row in step] for i in (0, 6)]
+    assert len(made.rows) == 12
+    assert all(sorted(epoch) == sorted(row.id for row in made.rows) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert [row.id for row in feed(seed=5).rows_of(0)] != steps[0] or [r.id for r in feed(seed=5).rows_of(1)] != steps[
+        1
+    ]
+
+
+def test_a_prompt_longer_than_the_plan_allows_names_its_row(tmp_path: Path) -> None:
+    rows = [{"question": "why? " * 60, "answer": "a"}]
+    made = feed(data=write_rows(tmp_path, *rows))
+    made.begin(0)
+    with pytest.raises(DataError, match=r"train.jsonl:1: the prompt has \d+ tokens, the plan allows 128"):
+        made._load()
+
+
+# ---- calls of host functions
+
+
+def call(function: Callable[..., Any], count: int = 5, limit_s: float = 5.0) -> list[Any]:
+    return call_each(function, "reward", [Call(f"row {i}", {"i": i}) for i in range(count)], limit_s)
+
+
+def test_results_come_in_order_from_several_threads() -> None:
+    assert call(lambda i: i * i, count=50) == [i * i for i in range(50)]
+
+
+def test_a_function_that_raises_is_named_with_its_row_and_line() -> None:
+    def reward(i: int) -> float:
+        if i == 3:
+            raise ValueError("no such answer")
+        return 0.0
+
+    with pytest.raises(
+        RunError, match=r"row 3: `reward` raised ValueError: no such answer\n    try: it raised at .*:\d+"
+    ):
+        call(reward)
+
+
+def test_a_function_that_exits_does_not_end_the_run_silently() -> None:
+    def reward(i: int) -> float:
+        raise SystemExit(3)
+
+    with pytest.raises(RunError, match=r"row 0: `reward` raised SystemExit: 3"):
+        call(reward, count=1)
+
+
+def test_a_function_that_hangs_is_given_up_after_its_limit() -> None:
+    import threading
+
+    def reward(i: int) -> float:
+        if i == 1:
+            threading.Event().wait(60)
+        return 0.0
+
+    with pytest.raises(RunError, match=r"row 1: `reward` has not returned after 0.3 s"):
+        call(reward, limit_s=0.3)
+
+
+@pytest.mark.parametrize("result", [None, "good", float("nan"), float("inf")])
+def test_a_function_that_returns_no_number_is_named_with_its_row(result: Any) -> None:
+    from rollplex.runtime.feed import _number
+
+    with pytest.raises(RunError, match=r"row 2: `reward` returned .*, not a finite number"):
+        _number("reward", Call("row 2", {}), result)

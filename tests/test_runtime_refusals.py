@@ -1,0 +1,128 @@
+"""A plan that lies is refused by arenas and executor at run time, with the step and the object; it never hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runtime_tiny import TIGHT, tiny_plan, vowels
+
+from rollplex.ir.errors import EngineError, OutOfMemory, PlanError, RollplexError
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Barrier, Fetch, Map, Signal, Step, Unmap, UpdateChunk, Wait
+from rollplex.runtime.run import execute_plan
+
+Program = tuple[Step, ...]
+
+
+def with_program(plan: Plan, kind: str, change: Callable[[list[Step]], None]) -> Plan:
+    steps = list(plan.programs[kind])
+    change(steps)
+    return plan.model_copy(update={"programs": {**plan.programs, kind: tuple(steps)}})
+
+
+def with_summary(plan: Plan, **changes: Any) -> Plan:
+    return plan.model_copy(update={"summary": plan.summary.model_copy(update=changes)})
+
+
+def drop(kind: type[Step], **fields: str) -> Callable[[list[Step]], None]:
+    """Leave out the first step of a kind with these fields."""
+
+    def change(steps: list[Step]) -> None:
+        del steps[_find(steps, kind, **fields)]
+
+    return change
+
+
+def _find(steps: list[Step], kind: type[Step], **fields: str) -> int:
+    wanted = fields.items()
+    return next(
+        i for i, s in enumerate(steps) if isinstance(s, kind) and wanted <= s.model_dump(include=set(fields)).items()
+    )
+
+
+def swap_barriers(steps: list[Step]) -> None:
+    first, second = (i for i, s in enumerate(steps) if isinstance(s, Barrier) and s.name != "published")
+    steps[first], steps[second] = steps[second], steps[first]
+
+
+def unmap_early(steps: list[Step]) -> None:
+    """The actor's boundary goes before training reads it."""
+    at = _find(steps, Unmap, object="actor.boundary")
+    steps.insert(_find(steps, Map, object="train.activations"), steps.pop(at))
+
+
+def fetch_to_map(steps: list[Step]) -> None:
+    at = _find(steps, Fetch, object="reference.weights")
+    steps[at] = Map(window=steps[at].window, object="reference.weights")
+
+
+def second_map(steps: list[Step]) -> None:
+    at = _find(steps, Map, object="actor.gradients")
+    steps.insert(at, steps[at])
+
+
+tight = tiny_plan(**TIGHT)
+peak, host_peak = tight.summary.peak_hbm_bytes, tight.summary.peak_host_bytes
+
+CASES: dict[str, tuple[Plan, type[RollplexError], str]] = {
+    "device one byte too small": (
+        with_summary(tight, capacity_bytes=peak - 1), OutOfMemory,
+        r"(?s)train 0 .*map actor.gradients, window P2 train-actor: .* \(1 bytes\) too many.*train.activations",
+    ),
+    "host pool one byte too small": (
+        with_summary(tight, host_capacity_bytes=host_peak - 1), OutOfMemory,
+        r"(?s)train 0 .* while it was starting: host: allocate pinned: .* too many",
+    ),
+    "missing fetch": (
+        with_program(tight, "train", drop(Fetch, object="reference.weights")), EngineError,
+        r"`run prefix reference mb 0`.*: run prefix reference mb 0 uses reference.weights, which is not mapped",
+    ),
+    "map instead of fetch": (
+        with_program(tight, "train", fetch_to_map), EngineError,
+        r"run prefix reference mb 0 reads reference.weights, whose pages hold nothing yet",
+    ),
+    "early unmap": (
+        with_program(tight, "train", unmap_early), EngineError,
+        r"run train actor mb 0 uses actor.boundary, which is not mapped",
+    ),
+    "missing map": (
+        with_program(tight, "train", drop(Map, object="actor.gradients")), EngineError,
+        r"run train actor mb 0 uses actor.gradients, which is not mapped",
+    ),
+    "second map": (
+        with_program(tight, "train", second_map), PlanError,
+        r"map actor.gradients: actor.gradients is mapped already",
+    ),
+    "missing unmap": (
+        with_program(tight, "rollout", drop(Unmap, object="rollout.kv")), OutOfMemory,
+        r"(?s)train 0 .*window P2 train-actor: actor.gradients asks for .* MiB  rollout.kv  \(rollout 0\)",
+    ),
+    "swapped barriers": (
+        with_program(tight, "train", swap_barriers), EngineError,
+        r"train 0: arrived at barrier theta-quiet, but rollout-complete comes next",
+    ),
+    "missing signal": (
+        with_program(tight, "controller", drop(Signal, event="prompts")), EngineError,
+        r"no process can go on: controller 0 in `wait rollout`; rollout 0 in `wait prompts`; train 0 in `wait prompts`",
+    ),
+    "missing wait": (
+        with_program(tight, "train", drop(Wait, event="prompts")), EngineError,
+        r"run prefix reference mb 0 takes prompts, which this process neither made nor received",
+    ),
+    "missing chunk": (
+        with_program(tight, "train", drop(UpdateChunk)), EngineError,
+        r"actor.snapshot is published, but from element 0 of \d+ on it was not updated once",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_that_lies_is_refused_where_it_lies(name: str, tmp_path: Path) -> None:
+    plan, error, message = CASES[name]
+    with pytest.raises(error, match=message):
+        execute_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "run")
+    assert psutil.Process().children(recursive=True) == []
