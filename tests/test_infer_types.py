@@ -54,6 +54,7 @@ def test_golden_of_grpo():
         ("score.mean(1, keepdim=True) * score.mean(1)", "float32 [prompt, 1] response"),
         ("logp.sum((0, 1))", "float32 [response] attached response"),
         ("logp.sum(1) * score.mean(1)", "float32 [prompt, response] attached response"),
+        ("torch.mean(input=score, axis=1, keepdims=True)", "float32 [prompt, 1] response"),
         ("logp.cumsum(-1)", "float32 [prompt, group, response] attached response"),
         ("logp.mean()", "float32 [] attached response"),
         ("logp.detach()", "float32 [prompt, group, response] response"),

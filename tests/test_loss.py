@@ -21,6 +21,7 @@ from rollplex.ir.grouploss import group_loss, row_values, wide_values
 from rollplex.ir.loss import split_loss
 from rollplex.ir.plan import LossPlan, NodeRecord
 from rollplex.ir.records import evaluate, to_records
+from rollplex.ir.torch_ops import TORCH_OPS
 
 torch.set_num_threads(1)
 PROMPTS, GROUP, LENGTH = 5, 8, 6
@@ -224,3 +225,28 @@ def test_arguments_that_json_has_no_word_for(tmp_path, expression):
         for r in to_records(graph)
     ]
     assert torch.equal(evaluate(through_json, env, ["x"])["x"], direct)
+
+
+# ------------------------------------------------------------------------------------------------- the list of torch
+
+
+def derivatives(run: Any) -> set[bool]:
+    """Whether results of an op have a gradient, over the arguments that it takes; its backward must run."""
+    found = set()
+    for letters in ("x", "x1", "xx", "xxx", "mxx", "xm1", "xd"):
+        x = torch.full((2, 3, 4), 0.3, dtype=torch.float64, requires_grad=True)
+        arguments = [{"x": x, "m": x > 0, "1": 1.0, "d": (1,)}[letter] for letter in letters]
+        try:
+            y = run(*arguments)
+        except (RuntimeError, TypeError, IndexError):
+            continue
+        if isinstance(y, Tensor):
+            found.add(y.requires_grad)
+            (y.sum() if y.requires_grad else x.sum()).backward()
+    return found
+
+
+@pytest.mark.parametrize("row", TORCH_OPS.values(), ids=TORCH_OPS)
+def test_the_list_knows_what_has_a_derivative(row):
+    """Bitwise ops take no floats; every other op has a gradient for all its arguments or for none."""
+    assert derivatives(row.run) <= {row.differentiable}

@@ -83,7 +83,7 @@ FORMS = [
     "x = torch.where(logp >= score, logp, -1e-06)",
     "x = (1 - clip) * logp + clip**2 * (n - 1)",
     "x = (logp - 1).clamp(max=3).abs()",
-    "x = abs(logp) // 2 % 3",
+    "x = abs(logp) / 2 % 3",
     "x = score[..., None] * logp[:, :, None][:, :, 0]",
     "x = torch.nn.functional.softplus(logp).to(torch.float32)",
     "x = logp.masked_fill(~rollout.mask, float(\"-inf\"))",

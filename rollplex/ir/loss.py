@@ -194,12 +194,10 @@ def split_loss(graph: Graph, role: str | None = None) -> LossPlan:
 
 def mixes_prompts(node: Node) -> bool:
     """Whether a row of the result needs rows of other prompts: the prompt dim is reduced, scanned or indexed away."""
-    if g.op_of(node) is not None and not g.is_op(node, ops.masked_mean, ops.masked_sum):
-        return False
     inputs = [i for i in node.all_input_nodes if _has_prompt(i)]
-    if not inputs or g.is_op(node, ops.update):
-        return False
-    row = g.torch_op_of(node)
+    own, row = g.op_of(node), g.torch_op_of(node)
+    if own is not None or not inputs:
+        return own is not None and own.separable == "sum" and bool(inputs)
     if row is not None and row.kind == "scan":
         dims = g.type_of(inputs[0]).dims  # type: ignore[union-attr]
         axes = reduced_dim(node.args, node.kwargs)

@@ -30,8 +30,9 @@ Returns = Literal["scores", "prompts", "sample_prompts", "rollout"]
 class Op:
     """One row: `rule(bound arguments, float dtype)` gives the result's type, its nodes replaced by their types.
 
-    `separable`: "group" when the result for a prompt group needs only that group, "sum" when it is a sum over groups
-    (up to a factor known before the forward), "no" otherwise. `broadcasts` names the arguments aligned by named dims.
+    `separable`: "group" when the result for a prompt group needs only that group; "sum" when it is a sum over groups
+    (up to a factor known before the forward); "no" otherwise. `tensors` are the arguments of rx's own maths that must
+    be traced tensors; when there are two, they are aligned by named dims.
     """
 
     fn: Callable[..., Any]
@@ -40,7 +41,7 @@ class Op:
     separable: Separable = "no"
     differentiable: bool = False
     pure: bool = False
-    broadcasts: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
     struct: str | None = None
 
     @property
@@ -233,9 +234,9 @@ _ROWS = (
     Op(host, _host_of),
     Op(update, _updated),
     Op(field, _field_of, separable="group", pure=True),
-    Op(group_normalize, _group_normalized, separable="group", differentiable=True, pure=True),
-    Op(masked_mean, _masked, separable="sum", differentiable=True, pure=True, broadcasts=("x", "mask")),
-    Op(masked_sum, _masked, separable="sum", differentiable=True, pure=True, broadcasts=("x", "mask")),
+    Op(group_normalize, _group_normalized, separable="group", differentiable=True, pure=True, tensors=("x",)),
+    Op(masked_mean, _masked, separable="sum", differentiable=True, pure=True, tensors=("x", "mask")),
+    Op(masked_sum, _masked, separable="sum", differentiable=True, pure=True, tensors=("x", "mask")),
     Op(mask_count, _counted, pure=True),
     Op(rows, _counted, pure=True),
     Op(portion, _counted, pure=True),

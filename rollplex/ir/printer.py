@@ -39,7 +39,6 @@ _BINARY: Mapping[str, tuple[str, int]] = {
     "sub": ("-", SUM),
     "mul": ("*", PRODUCT),
     "truediv": ("/", PRODUCT),
-    "floordiv": ("//", PRODUCT),
     "mod": ("%", PRODUCT),
     "pow": ("**", POWER),
     "and_": ("&", AND),

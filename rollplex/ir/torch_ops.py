@@ -30,7 +30,7 @@ _POINTWISE = """abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sq
     sin cos tan sinh cosh tanh asin acos atan asinh acosh atanh erf erfc lgamma digamma relu sgn sign
     trunc frac floor ceil round clamp clamp_min clamp_max clip minimum maximum fmin fmax add sub subtract
     mul multiply div divide true_divide pow float_power lerp where addcmul addcdiv logaddexp logaddexp2
-    fmod remainder floor_divide heaviside copysign atan2 hypot xlogy masked_fill nan_to_num detach clone positive"""
+    fmod remainder copysign atan2 hypot xlogy masked_fill nan_to_num detach clone positive"""
 _UNDIFFERENTIABLE = """eq ne lt le gt ge logical_and logical_or logical_not logical_xor
     bitwise_and bitwise_or bitwise_xor bitwise_not isnan isinf isfinite zeros_like ones_like full_like"""
 _CASTS = "float double half bfloat16 to"
@@ -40,7 +40,7 @@ _REDUCTIONS = "sum mean prod std var amax amin logsumexp nansum nanmean"
 _COUNTS = "argmax argmin any all count_nonzero"
 _SCANS = "cumsum cumprod logcumsumexp softmax log_softmax flip"
 _SHAPES = "unsqueeze squeeze"
-_OPERATORS = "add sub mul truediv floordiv mod pow neg pos abs"
+_OPERATORS = "add sub mul truediv mod pow neg pos abs"
 _LOGIC = "eq ne lt le gt ge and_ or_ xor invert"
 
 
@@ -92,6 +92,9 @@ INSTEAD: Mapping[str, str] = {
     "topk": "rank statistics belong into a host function",
     "matmul": "write products of named dims as (a * b).sum(dim)",
     "einsum": "write products of named dims as (a * b).sum(dim)",
+    "floordiv": "torch.floor(a / b), which has a derivative",
+    "floor_divide": "torch.floor(a / b), which has a derivative",
+    "heaviside": "torch.where(x > 0, 1.0, 0.0)",
     "size": "lengths are fixed by the job; use the parameter n, or a masked op",
     "shape": "lengths are fixed by the job; use the parameter n, or a masked op",
     "ndim": "lengths are fixed by the job; use the parameter n, or a masked op",

@@ -36,6 +36,8 @@ _NUMBER = "keep it as a tensor (torch maths records itself), or make it a parame
 # Arguments of torch functions that say where or into what, which a plan decides.
 _FOREIGN_ARGUMENTS = {"out", "device", "generator", "inplace", "layout", "memory_format"}
 
+_SPELLING = {"axis": "dim", "keepdims": "keepdim", "self": "input"}
+
 
 class Value(Proxy):
     """A traced tensor, or a struct of them (prompts, a rollout, a boundary)."""
@@ -110,7 +112,10 @@ class Recorder(GraphAppendingTracer):
     ) -> Value:
         """Record one op; torch functions, operators, methods and Rollplex ops all come through here."""
         self._name_values()
-        if target not in ops.OP_OF:
+        if target in ops.OP_OF:
+            self._check_op(ops.OP_OF[target], args, kwargs)
+        else:
+            args, kwargs = _one_spelling(args, kwargs)
             self._check_torch(kind, target, args, kwargs)
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
@@ -161,19 +166,38 @@ class Recorder(GraphAppendingTracer):
         """Raise the GraphError."""
         raise self.error(what, hint)
 
+    def _check_op(self, row: ops.Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Tensors and numbers of rx's own maths stand where they belong; roles check their arguments themselves."""
+        if not row.tensors:
+            return
+        for name, value in row.signature.bind(*args, **kwargs).arguments.items():
+            if name in row.tensors:
+                self._check_tensor(row.name, value)
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                self.refuse(f"`{name}` of {row.name} must be a number", "use a number, or a parameter")
+
+    def _check_tensor(self, op: str, value: Any) -> None:
+        if not isinstance(value, Value):
+            self.refuse(f"`{op}` of {value!r}, which is not a traced tensor", "pass a value of the algorithm")
+        struct = value.node.meta["struct"]
+        if struct is not None:
+            fields = ", ".join(f".{f}" for f in FIELDS[struct]) or "none that maths can use"
+            self.refuse(f"`{op}` on {self.name_of(value)}, which is a {struct}", f"its fields are {fields}")
+
     def _check_torch(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        if torch_op_name(kind, target) is None:
+        listed = torch_op_name(kind, target)
+        if listed is None:
             self.refuse(f"`{name}` cannot be part of an algorithm's graph", instead_of(name))
         foreign = sorted(_FOREIGN_ARGUMENTS & set(kwargs))
         strings = [a for a in args[1:] if isinstance(a, str)]
         if foreign or strings:
             self.refuse(f"`{name}` with {', '.join(foreign or strings)}", "the job says where things run; drop it")
-        for arg in args:
-            if isinstance(arg, Value) and arg.node.meta["struct"] is not None:
-                struct = arg.node.meta["struct"]
-                fields = ", ".join(f".{f}" for f in FIELDS[struct]) or "none that maths can use"
-                self.refuse(f"`{name}` on {self.name_of(arg)}, which is a {struct}", f"its fields are {fields}")
+        if TORCH_OPS[listed].kind != "pointwise" and any(isinstance(a, Value) for a in (*args[1:], *kwargs.values())):
+            self.refuse(f"`{name}` along a dim, or at an index, that is a traced value", "use numbers, or parameters")
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Value):
+                self._check_tensor(name, value)
 
     def _argument(self, value: Any) -> Any:
         """A value as an fx argument; only numbers, strings, dtypes and traced values may stand in a plan."""
@@ -254,6 +278,13 @@ class Recorder(GraphAppendingTracer):
             for name, value in list(frame.f_locals.items()):
                 if isinstance(value, Value) and value.node.meta["label"] is None and name not in arguments:
                     value.node.meta["label"] = name
+
+
+def _one_spelling(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Torch's arguments under one name each: torch takes `axis` for `dim`, and its first argument as `input`."""
+    renamed = {_SPELLING.get(k, k): v for k, v in kwargs.items()}
+    first = (renamed.pop("input"),) if "input" in renamed else ()
+    return (*first, *args), renamed
 
 
 def closest(name: str, names: Any) -> str:

@@ -153,7 +153,7 @@ class _Typing:
         """The arguments in the new graph; those that broadcast by name get the dims they lack."""
         args, kwargs = g.map_nodes((node.args, node.kwargs), self.twin)
         row, torch_row = g.op_of(node), g.torch_op_of(node)
-        if not (row and row.broadcasts) and not (torch_row and torch_row.kind == "pointwise"):
+        if not (row and row.tensors) and not (torch_row and torch_row.kind == "pointwise"):
             return args, kwargs
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Node)]
         dims = [g.type_of(t).dims for t in tensors]  # type: ignore[union-attr]
@@ -189,8 +189,9 @@ class _Typing:
             bound = {k: g.type_of(v) if isinstance(v, Node) else v for k, v in g.bound_arguments(node).items()}
             return row.rule(bound, self.float_dtype)
         assert torch_row is not None, f"{node.format_node()} is in no table"
+        found = result_type(node, torch_row)
         self._warn(node, torch_row)
-        return result_type(node, torch_row)
+        return found
 
     def _attached(self, node: Node, found: Type) -> bool:
         """A gradient flows back from the value: it is a trained role's, or made of attached values, and a float."""
@@ -237,7 +238,7 @@ def result_type(node: Node, row: TorchOp) -> TensorType:
     args, kwargs = _samples((node.args, node.kwargs))
     try:
         result = row.run(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as err:
+    except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError) as err:
         given = ", ".join(f"[{', '.join(g.type_of(i).dims)}]" for i in node.all_input_nodes)  # type: ignore[union-attr]
         raise GraphError(
             f"`{row.name}` on {given}: {str(err).splitlines()[0]}", hint="see torch's documentation"
