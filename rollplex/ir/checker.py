@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from rollplex.ir.check.capacity import Cuts, check_capacity
 from rollplex.ir.check.facts import Facts
-from rollplex.ir.check.form import check_form
+from rollplex.ir.check.form import check_names, check_shape
 from rollplex.ir.check.order import execute
 from rollplex.ir.check.publication import check_publication
 from rollplex.ir.check.races import check_races
 from rollplex.ir.check.residency import check_residency, replay
 from rollplex.ir.check.rules import RULES, Rule, Violation
 from rollplex.ir.check.summary import Places, check_summary
+from rollplex.ir.check.tasks import check_tasks
 from rollplex.ir.check.values import check_values
 from rollplex.ir.check.work import check_work
 from rollplex.ir.errors import PlanError
@@ -29,15 +30,22 @@ __all__ = ["RULES", "Rule", "Violation", "check_plan", "verify_plan"]
 def check_plan(plan: Plan) -> tuple[Violation, ...]:
     """Everything that is wrong with a plan.
 
-    A plan of wrong form is judged by its form alone, a plan whose programs never end not by their order in time.
+    A plan with wrong names is judged by those alone, a plan whose programs never end not by their order in time.
     An infeasible plan is held to everything but capacity.
     """
     facts = Facts(plan)
-    if wrong := check_form(facts):
+    if wrong := check_names(facts):
         return wrong
     order, stuck = execute(facts)
     replays = replay(facts)
-    found = [*stuck, *check_residency(replays), *check_work(facts), *check_publication(facts)]
+    found = [
+        *check_shape(facts),
+        *stuck,
+        *check_residency(replays),
+        *check_tasks(facts),
+        *check_work(facts),
+        *check_publication(facts),
+    ]
     if any(v.kind == "deadlock" for v in stuck):
         return tuple(found)
     cuts, held = Cuts(facts, order), {process: one.spans for process, one in replays.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rollplex.ir.check.rules import At
 from rollplex.ir.plan import BARRIERS, Plan, PlannedObject
@@ -99,12 +100,23 @@ class Facts:
         }
 
     @cached_property
+    def copies(self) -> frozenset[str]:
+        """Objects with weights of a trained role that no chunk writes: they are made from others."""
+        written = {n for at in self.steps() if isinstance(at.step, UpdateChunk) for n in at.step.writes}
+        return frozenset(self.theta) - written
+
+    @cached_property
     def _gradients(self) -> dict[str, tuple[str, ...]]:
-        norms = [s for _, s in self.runs("grad_norm")]
-        return {role: tuple({n: 0 for s in norms if s.role == role for n in s.reads}) for role in self.trained}
+        found: dict[str, dict[str, None]] = {role: {} for role in self.trained}
+        chunks = [at.step for at in self.steps() if isinstance(at.step, UpdateChunk)]
+        takers = [*chunks, *(s for _, s in self.runs("grad_norm"))]
+        for _, step in self.runs("train"):
+            taken = {n for c in takers if c.role == step.role for n in (*c.reads, *c.streams)}
+            found.setdefault(step.role, {}).update(dict.fromkeys(n for n in step.writes if n in taken))
+        return {role: tuple(names) for role, names in found.items()}
 
     def gradients(self, role: str) -> tuple[str, ...]:
-        """What the gradient norm of a role is taken over."""
+        """What the role's backward writes, and its norm or update takes."""
         return self._gradients.get(role, ())
 
     def permanent(self, role: str) -> tuple[str, ...]:
@@ -126,6 +138,19 @@ class Facts:
         if isinstance(step, Run) and step.task in BY_GROUP and o.slots > 1:
             return frozenset({step.microbatch})
         return frozenset(range(o.slots))
+
+
+def references(value: Any) -> Iterator[str]:
+    """Names in encoded arguments of a graph node: {"ref": name}."""
+    match value:
+        case {"ref": str(name)}:
+            yield name
+        case dict():
+            for item in value.values():
+                yield from references(item)
+        case list() | tuple():
+            for item in value:
+                yield from references(item)
 
 
 def reads(step: Step) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Form: names that exist, owners that move their own, windows and barriers in order.
 
-The other checks take this for granted, so they are asked only of plans in which nothing here is wrong.
+All other checks take names and owners for granted: they are asked only of plans in which nothing is wrong with those.
 """
 
 from __future__ import annotations
@@ -156,11 +156,16 @@ def _first_import_maps(facts: Facts, process: str, name: str) -> bool:
     return next(at.step.kind == "map" for at in facts.steps(process) if imports(at.step) == name)
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (
-    schema, own_names, known_names, owners, own_imports, window_order, barriers, phases, reads_are_imported,
-)  # fmt: skip
+Check = Callable[[Facts], Iterator[Violation]]
+NAMES: tuple[Check, ...] = (schema, own_names, known_names, owners, own_imports)
+SHAPE: tuple[Check, ...] = (window_order, barriers, phases, reads_are_imported)
 
 
-def check_form(facts: Facts) -> tuple[Violation, ...]:
-    """Everything that is wrong with the form of a plan."""
-    return tuple(v for check in CHECKS for v in check(facts))
+def check_names(facts: Facts) -> tuple[Violation, ...]:
+    """What makes a plan unreadable: nothing else can be said of it."""
+    return tuple(v for check in NAMES for v in check(facts))
+
+
+def check_shape(facts: Facts) -> tuple[Violation, ...]:
+    """Windows, barriers and imports out of order."""
+    return tuple(v for check in SHAPE for v in check(facts))

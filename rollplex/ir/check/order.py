@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import At, Violation
@@ -139,14 +140,13 @@ def _collectives(facts: Facts, groups: dict[str, tuple[str, ...]]) -> Iterator[V
         p: [_collective(s) for s in steps if isinstance(s, Barrier) or (isinstance(s, Exchange) and s.group in shared)]
         for p, steps in facts.programs.items()
     }
-    first, *others = entered
-    for process in others:
-        common = {c[0] for c in entered[first]} & {c[0] for c in entered[process]}
-        mine, theirs = ([c for c in entered[p] if c[0] in common] for p in (process, first))
+    for first, second in combinations(entered, 2):
+        common = {c[0] for c in entered[first]} & {c[0] for c in entered[second]}
+        mine, theirs = ([c for c in entered[p] if c[0] in common] for p in (second, first))
         for a, b in zip(mine, theirs, strict=False):
             if a != b:
                 what = f"enters {' '.join(a)} where {first} enters {' '.join(b)}"
-                yield Violation("collective-order", what, where=process)
+                yield Violation("collective-order", what, where=second)
                 break
 
 

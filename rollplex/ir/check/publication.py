@@ -13,6 +13,8 @@ from rollplex.ir.check.facts import THETA_QUIET, Facts
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.steps import Exchange, Publish, Rebuild, Step, UpdateChunk
 
+LARGEST_PAGE = 2 << 20
+
 
 @dataclass(frozen=True)
 class Update:
@@ -75,17 +77,28 @@ def chunks(u: Update) -> Iterator[Violation]:
         if at.process != u.process:
             yield Violation("chunk-cover", f"{u.process} updates {u.role} too", at)
         expected = chunk.stop
-    yield from _beyond_end(u)
+    yield from _whole(u)
 
 
-def _beyond_end(u: Update) -> Iterator[Violation]:
-    """Master weights, moments and gradients have an equal share of the planned bytes of a chunk, four in all."""
-    optimizer = u.facts.plan.summary.chunks.optimizer
-    itemsize = optimizer.bytes // (4 * optimizer.elements) if optimizer.elements else 0
+def _whole(u: Update) -> Iterator[Violation]:
+    """The last chunk ends where the gradients end; their bytes are rounded up to pages of at most 2 MiB."""
     at, chunk = u.chunks[-1]
+    itemsize = state_itemsize(u.facts)
     for name in u.facts.gradients(u.role):
-        if chunk.stop * itemsize > u.facts.objects[name].bytes:
+        rest = u.facts.objects[name].bytes - chunk.stop * itemsize
+        if rest < 0:
             yield Violation("chunk-cover", f"element {chunk.stop - 1} lies beyond the end of {name}", at, name)
+        elif rest >= LARGEST_PAGE:
+            yield Violation("chunk-cover", f"{rest // itemsize} elements of {name} are left out", at, name, rest)
+
+
+def state_itemsize(facts: Facts) -> int:
+    """Bytes of an element of gradient, master weight or moment: FP32, or float64 for a model in float64."""
+    match facts.plan.job:
+        case {"model": {"dtype": "float64"}}:
+            return 8
+        case _:
+            return 4
 
 
 def sizes(u: Update) -> Iterator[Violation]:
@@ -127,6 +140,9 @@ def gradients(u: Update) -> Iterator[Violation]:
         return
     if norms[0].index > u.chunks[0][0].index:
         yield Violation("gradient-final", f"it comes after {u.chunks[0][0]}", norms[0])
+    for name in u.facts.gradients(u.role):
+        if name not in norms[0].step.reads:  # type: ignore[union-attr]
+            yield Violation("gradient-final", f"it reads no {name}", norms[0], name)
     for at in backward:
         if at.index > norms[0].index:
             yield Violation("gradient-final", "it adds to gradients whose norm is taken already", at)
@@ -162,9 +178,7 @@ def exchange(u: Update) -> Iterator[Violation]:
 
 def rebuilds(u: Update) -> Iterator[Violation]:
     """Every copy that no chunk writes is made again from the complete snapshot."""
-    written = {n for _, c in u.chunks for n in c.writes}
-    copies = [n for n, role in u.facts.theta.items() if role == u.role and n not in written and n != u.snapshot]
-    for name in copies:
+    for name in sorted(n for n in u.facts.copies if u.facts.theta[n] == u.role and n != u.snapshot):
         found = [at for at in u.refreshed(name) if u.facts.past(at, THETA_QUIET)]
         if not found:
             yield Violation("missing-rebuild", f"{name} still holds theta_k", object=name, where=u.role)

@@ -84,6 +84,7 @@ RULES: dict[str, Rule] = {
     "slot": Rule("an object has a slot for every microbatch that uses it", "design 5", COMPILE_AGAIN),
     "task-order": Rule("a group's tasks follow each other: prefix, suffix, backward", "paper 3.2", COMPILE_AGAIN),
     "attached": Rule("a trained role's boundary is attached, a frozen role's detached", "paper 3.1", COMPILE_AGAIN),
+    "node": Rule("a task executes a node of the graph, of its own kind and role", "design 4", COMPILE_AGAIN),
     "once": Rule("data, responses and host functions are made once an iteration", "design 2", COMPILE_AGAIN),
     "task-objects": Rule("a task uses its role's weights, boundary and gradients", "paper 3.2", COMPILE_AGAIN),
     "saved-state": Rule(
@@ -92,7 +93,7 @@ RULES: dict[str, Rule] = {
         "keep it in HBM, stream it to the host, or plan it as recomputable",
     ),
     # ---- capacity
-    "capacity": Rule("HBM holds what is mapped in every order of steps", "design 4", "see its remedies, or compile again"),
+    "capacity": Rule("HBM holds what is mapped in every order of steps", "design 4", "offload more, or lower budgets"),
     "host-capacity": Rule(
         "the pinned pool holds what is at the host in every order of steps", "design 4", "keep more in HBM"
     ),

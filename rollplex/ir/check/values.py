@@ -6,11 +6,10 @@ rollout      run generate -> rollout    train   barrier rollout-complete    run 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from rollplex.ir.check.facts import BY_GROUP, ROLLOUT_COMPLETE, Facts
+from rollplex.ir.check.facts import BY_GROUP, ROLLOUT_COMPLETE, Facts, references
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.steps import Run, Signal, Wait
@@ -26,8 +25,10 @@ class _Values:
     carried: dict[str, dict[str, set[int]]] = field(default_factory=dict)
     responses: set[str] = field(default_factory=set)
 
-    def has(self, process: str, name: str, microbatch: int) -> bool:
-        return bool(self.held[process].get(name, set()) & {WHOLE, microbatch})
+    def has(self, process: str, name: str, groups: set[int]) -> bool:
+        """Whether a process has a value for all of these groups."""
+        held = self.held[process].get(name, set())
+        return WHOLE in held or groups <= held
 
 
 def check_values(facts: Facts, order: Order) -> Iterator[Violation]:
@@ -52,7 +53,7 @@ def check_values(facts: Facts, order: Order) -> Iterator[Violation]:
 def _run(facts: Facts, values: _Values, at: At, step: Run) -> Iterator[Violation]:
     microbatch = step.microbatch if step.task in BY_GROUP else WHOLE
     for name in step.inputs:
-        if not values.has(at.process, name, microbatch):
+        if not values.has(at.process, name, _groups(facts, step, name, microbatch)):
             yield Violation("missing-value", f"takes {name}, which {at.process} neither made nor received", at)
             values.held[at.process].setdefault(name, set()).add(WHOLE)
     late = values.responses.intersection(step.inputs) or step.task in ("suffix", "train", "prefix_backward")
@@ -66,16 +67,23 @@ def _run(facts: Facts, values: _Values, at: At, step: Run) -> Iterator[Violation
             values.responses.add(name)
 
 
+def _groups(facts: Facts, step: Run, name: str, microbatch: int) -> set[int]:
+    """The groups whose value a task needs: its own, or all where the loss mixes them (LossPlan.wide_inputs)."""
+    loss, boundary = facts.plan.loss, facts.boundaries.get(step.role)
+    wide = loss is not None and step.task == "train" and name in loss.wide_inputs
+    return set(range(boundary.slots)) if wide and boundary else {microbatch}
+
+
 # ---- what the graph says a task needs
 
 
 def check_inputs(facts: Facts) -> Iterator[Violation]:
     """A task lists every value that its graph node is made of and that another task makes (design.md section 4)."""
     makers = {s.node for _, s in facts.runs("load", "generate", "host", "suffix")}
-    args = {r.name: set(_references([r.args, r.kwargs])) for r in facts.plan.graph}
+    args = {r.name: set(references([r.args, r.kwargs])) for r in facts.plan.graph}
     losses = {s.role: s.node for _, s in facts.runs("grad_norm")}
     known: dict[str, set[str]] = {}
-    for at, step in facts.runs("generate", "host", "prefix", "suffix", "train"):
+    for at, step in facts.runs("generate", "host", "prefix", "suffix", "train", "prefix_backward"):
         node = losses.get(step.role, step.node) if step.task == "train" else step.node
         if node not in known:
             known[node] = _makers_behind(node, args, makers)
@@ -95,14 +103,3 @@ def _makers_behind(node: str, args: dict[str, set[str]], makers: set[str]) -> se
             seen.add(name)
             todo.extend(args.get(name, ()))
     return found
-
-
-def _references(value: Any) -> Iterable[str]:
-    """Names in encoded arguments: {"ref": name}."""
-    if isinstance(value, dict):
-        if isinstance(value.get("ref"), str):
-            yield value["ref"]
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _references(item)

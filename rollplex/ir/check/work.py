@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterator
 
 from rollplex.ir.check.facts import Facts, reads
 from rollplex.ir.check.rules import At, Violation
-from rollplex.ir.plan import PlannedObject
 from rollplex.ir.steps import Run
 
 CHAINS = (("prefix", "suffix"), ("prefix", "train"), ("train", "prefix_backward"))
 """Of one role and prompt group, the first task comes before the second."""
-
-_MAKERS = ("load", "generate", "host")
 
 
 def roles(facts: Facts) -> dict[str, tuple[str, ...]]:
@@ -41,28 +38,17 @@ def microbatches(facts: Facts) -> Iterator[Violation]:
             yield Violation("microbatch", f"{step.role or 'no role'} has no task {step.task}", at)
 
 
-def once(facts: Facts) -> Iterator[Violation]:
-    """Prompts, responses and host results are made once, and all that the graph asks for."""
-    done = Counter(s.node for _, s in facts.runs(*_MAKERS))
-    asked = {r.name for r in facts.plan.graph if r.op in ("input", "rx.generate", "rx.host")}
-    for node in sorted({*done, *asked}):
-        if done[node] != 1:
-            yield Violation("once", f"%{node} is made {done[node]} times", where=node)
-    for at, step in facts.runs(*_MAKERS):
-        if step.outputs != (step.node,):
-            yield Violation("once", f"it makes %{step.node} and gives {', '.join(step.outputs) or 'nothing'}", at)
-
-
 def slots(facts: Facts) -> Iterator[Violation]:
-    """A task's group is a slot of everything of its role that has slots."""
+    """Boundary and saved state have a slot for every group; a task works on one of them."""
     for at, step in facts.groups:
-        for name in (*step.reads, *step.writes, *step.streams):
-            o = facts.objects[name]
-            if o.slots > 1 and not 0 <= step.microbatch < o.slots:
-                yield Violation("slot", f"group {step.microbatch}, where {name} has {o.slots} slots", at, name)
+        boundary = facts.boundaries.get(step.role)
+        if boundary is not None and not 0 <= step.microbatch < boundary.slots:
+            what = f"group {step.microbatch}, where {boundary.name} has {boundary.slots} slots"
+            yield Violation("slot", what, at, boundary.name)
     for o in facts.objects.values():
         boundary = facts.boundaries.get(o.role)
-        if boundary is not None and o.slots not in (1, boundary.slots):
+        whole = () if o in (boundary, facts.saved.get(o.role)) else (1,)
+        if boundary is not None and o.slots not in (*whole, boundary.slots):
             what = f"{o.name} has {o.slots} slots, {boundary.name} has {boundary.slots}"
             yield Violation("slot", what, object=o.name, where=o.name)
 
@@ -83,42 +69,6 @@ def task_order(facts: Facts) -> Iterator[Violation]:
             earlier = first.get((role, before, m))
             if earlier is not None and earlier.index > at.index:
                 yield Violation("task-order", f"it runs before {earlier}", at)
-
-
-def task_objects(facts: Facts) -> Iterator[Violation]:
-    """A task reads its role's weights and boundary, and writes boundary or gradients."""
-    for at, step in (*facts.runs("generate"), *facts.groups):
-        if not any(_weights(facts.objects[n], step) for n in step.reads):
-            yield Violation("task-objects", f"it reads no weights of {step.role}", at)
-        for verb, o in _expected(facts, step):
-            listed = step.reads if verb == "reads" else step.writes
-            if o not in listed:
-                yield Violation("task-objects", f"it {verb} no {o}", at, object=o)
-
-
-def same_objects(facts: Facts) -> Iterator[Violation]:
-    """A task lists the same objects for every group: one that leaves something out escapes the other checks."""
-    first: dict[tuple[str, str], tuple[At, frozenset[str]]] = {}
-    for at, step in facts.groups:
-        listed = frozenset((*step.reads, *step.writes, *step.streams))
-        like, expected = first.setdefault((step.role, step.task), (at, listed))
-        if listed != expected:
-            names = ", ".join(sorted(listed ^ expected))
-            yield Violation("task-objects", f"it differs from {like} in {names}", at)
-
-
-def _weights(o: PlannedObject, step: Run) -> bool:
-    return o.class_ == "regenerable" and o.role == step.role
-
-
-def _expected(facts: Facts, step: Run) -> Iterator[tuple[str, str]]:
-    boundary = facts.boundaries.get(step.role)
-    if boundary is not None and step.task == "prefix":
-        yield "writes", boundary.name
-    if boundary is not None and step.task in ("suffix", "train"):
-        yield "reads", boundary.name
-    if step.task in ("train", "prefix_backward"):
-        yield from (("writes", name) for name in facts.gradients(step.role))
 
 
 def saved_state(facts: Facts) -> Iterator[Violation]:
@@ -150,7 +100,7 @@ def _weights_again(facts: Facts, at: At, backward: Run, prefix: Run) -> Iterator
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (
-    microbatches, once, slots, attached, task_order, task_objects, same_objects, saved_state,
+    microbatches, slots, attached, task_order, saved_state,
 )  # fmt: skip
 
 

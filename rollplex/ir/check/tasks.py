@@ -1,0 +1,102 @@
+"""Tasks: each executes a node of its own kind in the graph, once, and lists what it uses.
+
+    task       load    generate     host     prefix, prefix_backward   suffix, train   grad_norm
+    node       input   rx.generate  rx.host  rx.prefix                 rx.suffix       rx.update
+What a task leaves out of its lists escapes every other check, so the lists are held to what its role must use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from rollplex.ir.check.facts import Facts
+from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.plan import NodeRecord
+from rollplex.ir.steps import Run, Task
+
+OPS: dict[Task, str] = {
+    "load": "input",
+    "generate": "rx.generate",
+    "host": "rx.host",
+    "prefix": "rx.prefix",
+    "prefix_backward": "rx.prefix",
+    "suffix": "rx.suffix",
+    "train": "rx.suffix",
+    "grad_norm": "rx.update",
+}
+MAKERS = ("load", "generate", "host")
+
+
+def nodes(facts: Facts) -> Iterator[Violation]:
+    """A task executes a node of its own kind and role (design.md section 4, lower)."""
+    graph = {r.name: r for r in facts.plan.graph}
+    for at, step in facts.runs(*OPS):
+        if not _executes(step, graph.get(step.node)):
+            yield Violation("node", f"%{step.node} is no {OPS[step.task]} of {step.role or 'the graph'}", at)
+
+
+def _executes(step: Run, record: NodeRecord | None) -> bool:
+    if record is None or record.op != OPS[step.task]:
+        return False
+    return step.task in ("load", "host") or record.args[:1] == (step.role,)
+
+
+def once(facts: Facts) -> Iterator[Violation]:
+    """Prompts, responses and host results are made once, and all that the graph asks for."""
+    done = Counter(s.node for _, s in facts.runs(*MAKERS))
+    asked = {r.name for r in facts.plan.graph if r.op in ("input", "rx.generate", "rx.host")}
+    for node in sorted({*done, *asked}):
+        if done[node] != 1:
+            yield Violation("once", f"%{node} is made {done[node]} times", where=node)
+    for at, step in facts.runs(*MAKERS):
+        if step.outputs != (step.node,):
+            yield Violation("once", f"it makes %{step.node} and gives {', '.join(step.outputs) or 'nothing'}", at)
+
+
+def listed(facts: Facts) -> Iterator[Violation]:
+    """A task reads its role's weights and boundary, and writes boundary or gradients."""
+    for at, step in (*facts.runs("generate"), *facts.groups):
+        for name in sorted(_reads(facts, at, step) - set(step.reads)):
+            yield Violation("task-objects", f"it reads no {name}", at, name)
+        for name in sorted(_writes(facts, step) - set(step.writes)):
+            yield Violation("task-objects", f"it writes no {name}", at, name)
+        if not any(facts.objects[n].class_ == "regenerable" and facts.objects[n].role == step.role for n in step.reads):
+            yield Violation("task-objects", f"it reads no weights of {step.role}", at)
+
+
+def _reads(facts: Facts, at: At, step: Run) -> set[str]:
+    """What a task cannot do without: all weights from the start of a model on, the boundary where it resumes."""
+    if step.task in ("suffix", "train"):
+        return {o.name for o in (facts.boundaries.get(step.role),) if o}
+    if step.task == "prefix_backward":
+        return set()
+    own = (o for o in facts.objects.values() if o.class_ == "regenerable" and o.role == step.role)
+    here = (o for o in own if at.process in (o.process, *o.readers))
+    copies = () if step.task == "generate" else facts.copies
+    return {o.name for o in here if o.name not in copies}
+
+
+def _writes(facts: Facts, step: Run) -> set[str]:
+    if step.task == "prefix":
+        return {o.name for o in (facts.boundaries.get(step.role),) if o}
+    return set(facts.gradients(step.role)) if step.task in ("train", "prefix_backward") else set()
+
+
+def same_objects(facts: Facts) -> Iterator[Violation]:
+    """A task lists the same objects for every group: one that leaves something out escapes the other checks."""
+    first: dict[tuple[str, str], tuple[At, frozenset[str]]] = {}
+    for at, step in facts.groups:
+        listed = frozenset((*step.reads, *step.writes, *step.streams))
+        like, expected = first.setdefault((step.role, step.task), (at, listed))
+        if listed != expected:
+            names = ", ".join(sorted(listed ^ expected))
+            yield Violation("task-objects", f"it differs from {like} in {names}", at)
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (nodes, once, listed, same_objects)
+
+
+def check_tasks(facts: Facts) -> tuple[Violation, ...]:
+    """Everything that is wrong with what tasks execute and list."""
+    return tuple(v for check in CHECKS for v in check(facts))
