@@ -49,9 +49,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def vowels(response: str) -> float:
-    """A reward that random text earns a little of: the share of vowels."""
-    return sum(c in "aeiou" for c in response) / 8
+def luck(tokens: list[int]) -> float:
+    """A reward that is different for almost every response, so that advantages and gradients are never all zero."""
+    return sum(tokens) % 7 / 7
 
 
 @cache

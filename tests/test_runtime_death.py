@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from runtime_tiny import data_dir, tiny_plan, vowels
+from runtime_tiny import data_dir, luck, tiny_plan
 
 from rollplex.ir.errors import EngineError
 from rollplex.ir.steps import Run
@@ -79,7 +79,7 @@ def test_a_killed_engine_is_named_with_its_step_and_nothing_is_left(
     kill = SignalIn(victim, phase, signal.SIGKILL)
     before = leftovers(tmp_path)
     with pytest.raises(EngineError) as caught:
-        run_plan(plan, hosts={"reward": vowels}, out_dir=out, progress=kill)
+        run_plan(plan, hosts={"reward": luck}, out_dir=out, progress=kill)
     assert time.monotonic() - kill.sent_at < 3
     message = str(caught.value)
     assert message.startswith(f"engine process: {victim} (pid {kill.pids[victim]}) was killed by SIGKILL in step `")
@@ -95,7 +95,7 @@ CONTROLLER = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from runtime_tiny import tiny_plan, vowels
+from runtime_tiny import tiny_plan, luck
 from test_runtime_death import SignalIn, TRAIN
 from rollplex.runtime.events import Started
 from rollplex.runtime.run import run_plan
@@ -106,7 +106,7 @@ def progress(event):
         print(*event.pids.values(), flush=True)
         event = Started(dict.fromkeys(event.pids, os.getpid()))
     kill(event)
-run_plan(tiny_plan(run={{"steps": 3}}), hosts={{"reward": vowels}}, out_dir=Path({out!r}), progress=progress)
+run_plan(tiny_plan(run={{"steps": 3}}), hosts={{"reward": luck}}, out_dir=Path({out!r}), progress=progress)
 """
 
 
@@ -142,7 +142,7 @@ def test_a_stopped_engine_is_noticed_within_silent_s(tmp_path: Path, victim: Pro
     plan = tiny_plan(run={"steps": 3, "silent_s": 2})
     stop = SignalIn(victim, "P1", signal.SIGSTOP)
     with pytest.raises(EngineError, match=rf"{victim} \(pid \d+\) has said nothing for 2 s in step `.*`, window P1"):
-        run_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "run", progress=stop)
+        run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "run", progress=stop)
     assert 1.5 < time.monotonic() - stop.sent_at < 6
     assert psutil.Process().children(recursive=True) == []
 
@@ -184,5 +184,5 @@ def test_a_use_of_memory_that_is_not_mapped_is_a_named_fault(tmp_path: Path) -> 
     from rollplex.runtime.run import execute_plan
 
     with pytest.raises(EngineError, match=r"train 0 \(pid \d+\) was killed by SIGSEGV in step `run train actor mb 0`"):
-        execute_plan(mutated, hosts={"reward": vowels}, out_dir=tmp_path / "run")
+        execute_plan(mutated, hosts={"reward": luck}, out_dir=tmp_path / "run")
     assert "Segmentation fault" in (tmp_path / "run" / "logs" / "train-0.log").read_text()

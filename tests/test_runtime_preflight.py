@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_tiny import tiny_job, tiny_plan, vowels
+from runtime_tiny import luck, tiny_job, tiny_plan
 from safetensors.torch import save_file
 
 from rollplex.ir.errors import DataError, JobError, PlanError, RollplexError, RunError
@@ -34,7 +34,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(plan: Plan, error: type[RollplexError], match: str, out: Path, hosts: dict[str, Any] | None = None) -> None:
     with pytest.raises(error, match=match):
-        run_plan(plan, hosts={"reward": vowels} if hosts is None else hosts, out_dir=out)
+        run_plan(plan, hosts={"reward": luck} if hosts is None else hosts, out_dir=out)
 
 
 # ---- the plan
@@ -120,7 +120,7 @@ def test_rows_and_videos_that_cannot_be_used_are_told_all_at_once(tmp_path: Path
     )
     plan = tiny_plan(run={"data": write_rows(tmp_path, *rows)})
     with pytest.raises(DataError) as caught:
-        run_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "r")
+        run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "r")
     message = str(caught.value)
     assert all(f"train.jsonl:{line}: " in message for line in (1, 2, 3))
     assert "broken.mp4" in message
@@ -135,7 +135,7 @@ def test_weights_that_are_not_there_or_of_another_model(tmp_path: Path) -> None:
     del tensors["model.language_model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(JobError) as caught:
-        run_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "r")
+        run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "r")
     assert "no weight model.language_model.norm.weight" in str(caught.value)
     assert "lm_head.weight is [3, 32], the model needs [264, 32]" in str(caught.value)
     (tmp_path / "model.safetensors").write_bytes(b"\x10")
@@ -146,7 +146,7 @@ def test_a_model_that_is_only_a_name(tmp_path: Path) -> None:
     plan = tiny_plan()
     job = {**plan.job, "model": {**plan.job["model"], "name": "qwen2.5-vl-3b", "config": None}}
     with pytest.raises(JobError, match=r"model.name: the model qwen2.5-vl-3b is known by its sizes only"):
-        run_plan(plan.model_copy(update={"job": job}), hosts={"reward": vowels}, out_dir=tmp_path / "r")
+        run_plan(plan.model_copy(update={"job": job}), hosts={"reward": luck}, out_dir=tmp_path / "r")
 
 
 # ---- the directory
@@ -173,7 +173,7 @@ def test_a_refused_run_leaves_the_directory_usable(tmp_path: Path) -> None:
 
 def feed(**run: Any) -> Feed:
     job = tiny_job(run=run)
-    return make_feed(tiny_plan(run=run), job, {"reward": vowels})
+    return make_feed(tiny_plan(run=run), job, {"reward": luck})
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own() -> None:

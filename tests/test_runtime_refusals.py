@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from runtime_tiny import TIGHT, tiny_plan, vowels
+from runtime_tiny import TIGHT, luck, tiny_plan
 
 from rollplex.ir.errors import EngineError, OutOfMemory, PlanError, RollplexError
 from rollplex.ir.plan import Plan
@@ -124,5 +124,5 @@ CASES: dict[str, tuple[Plan, type[RollplexError], str]] = {
 def test_a_plan_that_lies_is_refused_where_it_lies(name: str, tmp_path: Path) -> None:
     plan, error, message = CASES[name]
     with pytest.raises(error, match=message):
-        execute_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "run")
+        execute_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "run")
     assert psutil.Process().children(recursive=True) == []

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from runtime_tiny import TIGHT, tiny_plan, vowels
+from runtime_tiny import TIGHT, luck, tiny_plan
 
 from rollplex.ir.errors import RunError
 from rollplex.ir.steps import Fetch, UpdateChunk
@@ -33,7 +33,7 @@ def five_steps(name: str) -> RunResult:
         "tight": TIGHT,
     }
     plan = tiny_plan(run=FIVE, **changes[name])
-    return run_plan(plan, hosts={"reward": vowels}, out_dir=Path(mkdtemp()) / "run")
+    return run_plan(plan, hosts={"reward": luck}, out_dir=Path(mkdtemp()) / "run")
 
 
 def test_five_steps_serial_and_rollplex_are_identical_to_the_bit() -> None:
@@ -55,7 +55,7 @@ def test_streaming_and_offloading_change_no_bit() -> None:
 
 def test_another_seed_gives_other_bits() -> None:
     plan = tiny_plan(run={"steps": 1, "seed": 7})
-    other = run_plan(plan, hosts={"reward": vowels}, out_dir=Path(mkdtemp()) / "run")
+    other = run_plan(plan, hosts={"reward": luck}, out_dir=Path(mkdtemp()) / "run")
     assert other.digests["rollouts"] != five_steps("rollplex").digests["rollouts"]
 
 
@@ -120,7 +120,7 @@ def test_sigint_ends_the_run_after_its_step_with_everything_written(tmp_path: Pa
         return any(isinstance(event, Stopping) for event in seen)
 
     plan = tiny_plan(run={"steps": 50})
-    result = run_plan(plan, hosts={"reward": vowels}, out_dir=tmp_path / "run", progress=progress)
+    result = run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "run", progress=progress)
     assert result.report.ended == "interrupted"
     assert result.report.steps_done == len([e for e in seen if isinstance(e, IterationDone)]) == 2
     assert (result.final / "model.safetensors").exists()
@@ -130,4 +130,4 @@ def test_sigint_ends_the_run_after_its_step_with_everything_written(tmp_path: Pa
 def test_a_second_run_on_a_used_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
     with pytest.raises(RunError, match=r"the run directory is not empty: it holds metrics.jsonl"):
-        run_plan(tiny_plan(), hosts={"reward": vowels}, out_dir=tmp_path)
+        run_plan(tiny_plan(), hosts={"reward": luck}, out_dir=tmp_path)

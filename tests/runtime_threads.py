@@ -1,0 +1,132 @@
+"""The real engines, programs and executor in threads of one process, so that a test can look into their memory.
+
+Only the transport is another one: values pass by reference, barriers are a condition variable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollplex.backends.engine import Values
+from rollplex.backends.host.engine import build
+from rollplex.backends.host.ledger import Ledger
+from rollplex.backends.host.roller import RolloutEngine
+from rollplex.backends.host.trainer import TrainEngine
+from rollplex.ir.job import Job
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Step
+from rollplex.runtime.barriers import Barriers, barrier_order
+from rollplex.runtime.executor import run_iteration
+from rollplex.runtime.preflight import make_feed
+from rollplex.runtime.protocol import CONTROLLER, ProcessId
+from rollplex.runtime.state import ProcessState, engine_state
+
+TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
+OnStep = Callable[[ProcessId, Step], None]
+
+
+@dataclass
+class Meeting:
+    """What the threads share."""
+
+    barriers: Barriers
+    values: dict[str, Values] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
+    failed: list[BaseException] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.failed or ready(), timeout=60), "a thread waits for ever"
+            if self.failed:
+                raise RuntimeError("another thread failed")
+
+
+@dataclass
+class ThreadLink:
+    """`Link` of one thread."""
+
+    process: ProcessId
+    program: tuple[Step, ...]
+    meeting: Meeting
+    on_step: OnStep
+
+    def enter(self, iteration: int, index: int) -> None:
+        self.on_step(self.process, self.program[index])
+
+    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
+        pass
+
+    def signal(self, event: str, values: Values) -> None:
+        with self.meeting.changed:
+            self.meeting.values[event] = values
+            self.meeting.changed.notify_all()
+
+    def wait(self, event: str) -> Values:
+        self.meeting.until(lambda: event in self.meeting.values)
+        return self.meeting.values[event]
+
+    def barrier(self, name: str) -> None:
+        with self.meeting.changed:
+            if self.meeting.barriers.arrive(self.process, name):
+                self.meeting.passed.add(name)
+                self.meeting.changed.notify_all()
+        self.meeting.until(lambda: name in self.meeting.passed)
+
+
+class InThreads:
+    """A run of a plan without processes: `run.step(k)`; `run.train` and `run.rollout` are there to look into."""
+
+    def __init__(
+        self, plan: Plan, hosts: Mapping[str, Callable[..., Any]], on_step: OnStep = lambda p, s: None
+    ) -> None:
+        self.plan = plan
+        self.job = Job.model_validate(plan.job)
+        self.feed = make_feed(plan, self.job, hosts)
+        self.device = Ledger.create("device 0", plan.summary.capacity_bytes, process="controller")
+        self.host = Ledger.create("host", plan.summary.host_capacity_bytes, process="controller")
+        train, rollout = (build(plan, self.job, kind, 0, self._fds()) for kind in ("train", "rollout"))
+        assert isinstance(train, TrainEngine)
+        assert isinstance(rollout, RolloutEngine)
+        for name, fds in train.export().items():
+            rollout.adopt(name, fds)
+        self.train, self.rollout = train, rollout
+        processes = (CONTROLLER, TRAIN, ROLLOUT)
+        self.meeting = Meeting(Barriers(processes, barrier_order(plan.programs["controller"])))
+        self.links = {p: ThreadLink(p, plan.programs[p.kind], self.meeting, on_step) for p in processes}
+        self.states = {
+            CONTROLLER: ProcessState(CONTROLLER, plan.programs["controller"], self.links[CONTROLLER], self.feed),
+            TRAIN: engine_state(TRAIN, plan, self.job, self.links[TRAIN], train),
+            ROLLOUT: engine_state(ROLLOUT, plan, self.job, self.links[ROLLOUT], rollout),
+        }
+
+    def step(self, iteration: int) -> None:
+        """One iteration of every program; raises what a thread raised."""
+        self.meeting.barriers.begin()
+        self.meeting.values.clear()
+        self.meeting.passed.clear()
+        threads = [threading.Thread(target=self._run, args=(state, iteration)) for state in self.states.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.meeting.failed:
+            raise self.meeting.failed[0]
+
+    def close(self) -> None:
+        self.rollout.close()
+        self.train.close()
+
+    def _run(self, state: ProcessState, iteration: int) -> None:
+        try:
+            run_iteration(state, iteration)
+        except BaseException as err:
+            with self.meeting.changed:
+                self.meeting.failed.append(err)
+                self.meeting.changed.notify_all()
+
+    def _fds(self) -> list[int]:
+        return [self.device.export(), self.host.export()]

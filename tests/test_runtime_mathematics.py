@@ -1,0 +1,145 @@
+"""One step through plan, executor and engines is the step of the textbook: a whole-sequence pass and torch's AdamW.
+
+            ours                                              independent
+gradient    prefix | suffix, by group, saved on the host      transformers' own forward on prompt + response, one loss
+update      chunks through a workspace                        torch.optim.AdamW, clip_grad_norm_
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from runtime_threads import TRAIN, InThreads
+from runtime_tiny import luck, tiny_plan
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from rollplex.backends.host.batch import PromptBatch
+from rollplex.backends.host.placement import config_of, split, trained_tensors
+from rollplex.backends.host.precision import keep_double
+from rollplex.backends.host.prompts import Prompt
+from rollplex.backends.host.rollout import Rollout
+from rollplex.ir.ops import group_normalize
+from rollplex.ir.steps import Run, Step, UpdateChunk
+from rollplex.runtime.protocol import ProcessId
+
+torch.set_num_threads(1)
+BASE: dict[str, Any] = {
+    "model": {"dtype": "float64"},
+    "cluster": {"capacity_gib": "32 MiB"},
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
+}
+
+
+def roles(saved: str, recompute: str, freeze: tuple[str, ...] = ()) -> dict[str, Any]:
+    rollout = {"engine": "host", "kv_cache_gib": "512 KiB", "runtime_gib": "256 KiB"}
+    actor = {"train": {"engine": "host"}, "rollout": rollout, "prefix_saved": saved, "recompute": recompute}
+    return {"actor": {**actor, "freeze": list(freeze)}, "reference": {"score": {"engine": "host"}}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "saved on the host": {"roles": roles("host", "none")},
+    "saved on the host, layers recomputed": {"roles": roles("host", "full")},
+    "saved in HBM": {"roles": roles("hbm", "none")},
+    "dropped and recomputed": {"roles": roles("dropped", "full")},
+    "frozen tower": {"roles": roles("host", "none", ("vision",))},
+    "one response at a time, state streamed": {"roles": roles("host", "full"), "cluster": {"capacity_gib": "7.5 MiB"}},
+}
+
+
+class Recorded:
+    """What a test needs of one step: the gradient before the update, and the values that led to it."""
+
+    def __init__(self, changes: dict[str, Any]) -> None:
+        self.plan = tiny_plan(**{**BASE, **changes})
+        self.gradient: Tensor | None = None
+        self.values: dict[str, Any] = {}
+        self.run = InThreads(self.plan, {"reward": luck}, self._look)
+        self.before = {name: w.clone() for name, w in self.run.train.trained().weights.items()}
+        self.whole = {name: w.clone() for name, w in self.run.rollout._replica.weights.items()}
+        self.run.step(0)
+        self.after = {name: w.clone() for name, w in self.run.train.trained().weights.items()}
+        self.run.close()
+
+    def _look(self, process: ProcessId, step: Step) -> None:
+        if process == TRAIN and isinstance(step, Run) and step.task == "grad_norm":
+            self.gradient = self.run.train._state("gradients").clone()
+            self.values = dict(self.run.states[TRAIN].values)
+
+    def gradients(self) -> dict[str, Tensor]:
+        assert self.gradient is not None
+        return split(self.gradient, trained_tensors(self.run.job, "actor"))
+
+
+def oracle(recorded: Recorded) -> Any:
+    """Transformers' model, as anyone would build it, with the weights of theta_k."""
+    config = Qwen2_5_VLConfig.from_dict(config_of(recorded.run.job))
+    model: Any = Qwen2_5_VLForConditionalGeneration(config).double().train()
+    keep_double(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(recorded.whole[name])
+            parameter.requires_grad_(name in recorded.before)
+    return model
+
+
+def logprobs(model: Any, prompt: Prompt, response: Tensor) -> Tensor:
+    """log p of a response's tokens from one pass over prompt and response."""
+    assert prompt.pixel_values is not None
+    ids = torch.cat([prompt.input_ids, response])
+    more = torch.arange(prompt.next_position, prompt.next_position + len(response)).expand(3, -1)
+    positions = torch.cat([prompt.position_ids, more], dim=1)[:, None]
+    logits = model(
+        input_ids=ids[None], position_ids=positions, use_cache=False,
+        pixel_values_videos=prompt.pixel_values.double(), video_grid_thw=prompt.grid_thw,
+    ).logits[0]  # fmt: skip
+    rows = logits[len(prompt.input_ids) - 1 : -1].log_softmax(-1)
+    return rows.gather(-1, response[:, None])[:, 0]
+
+
+def textbook_loss(model: Any, prompts: PromptBatch, rollout: Rollout, score: Tensor) -> Tensor:
+    """GRPO (examples/grpo.py) with the reference equal to theta_0, token by token, in plain Python."""
+    advantage, terms = group_normalize(score, score.shape[1]), []
+    for p, prompt in enumerate(prompts):
+        for r, response in enumerate(rollout.responses(p)):
+            logp = logprobs(model, prompt, response)
+            ratio = torch.exp(logp - rollout.logprobs[p, r, : len(response)])
+            policy = torch.minimum(ratio * advantage[p, r], ratio.clamp(0.8, 1.2) * advantage[p, r])
+            delta = logp.detach() - logp
+            terms.append(-policy + 0.04 * (torch.exp(delta) - delta - 1))
+    return torch.cat(terms).mean()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_and_update_are_those_of_a_whole_sequence_pass_and_of_torch(name: str) -> None:
+    recorded = Recorded(CASES[name])
+    values = recorded.values
+    model = oracle(recorded)
+    loss = textbook_loss(model, values["prompts"], values["rollout"], values["score"])
+    loss.backward()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = recorded.gradients()
+    assert found.keys() == trained.keys()
+    assert max((found[n] - p.grad).abs().max().item() for n, p in trained.items()) < 1e-10
+    assert all(p.grad.abs().max().item() > 1e-6 for p in trained.values())
+
+    options = recorded.run.job.optimizer
+    adam = torch.optim.AdamW(trained.values(), lr=options.lr, weight_decay=options.weight_decay)
+    clip_grad_norm_(trained.values(), options.clip_norm or 0.0)
+    adam.step()
+    assert max((recorded.after[n] - p).abs().max().item() for n, p in trained.items()) < 1e-8
+
+
+def test_the_cases_are_what_their_names_say() -> None:
+    plans = {name: tiny_plan(**{**BASE, **changes}) for name, changes in CASES.items()}
+    last = plans.pop("one response at a time, state streamed")
+    assert last.summary.chunks.microbatch.suffix_responses == 1
+    assert {plan.summary.chunks.microbatch.suffix_responses for plan in plans.values()} == {2}
+    assert any("actor.moments" in step.streams for step in last.programs["train"] if isinstance(step, UpdateChunk))
+    places = {n: set(p.object("actor.prefix_saved").residency.values()) - {"-"} for n, p in plans.items()}
+    assert places["saved in HBM"] == {"hbm"}
+    assert places["dropped and recomputed"] == {"dropped"}
+    assert places["saved on the host"] == places["frozen tower"] == {"host"}
