@@ -178,11 +178,12 @@ def _run(plan: Plan, functions: dict, out_dir: Path) -> None:
     from rollplex.runtime.printing import print_report
     from rollplex.watch import RunWatch
 
-    reward = next(iter(plan.hosts.values()), "")
-    with RunWatch(plan.job["run"]["steps"], reward, terminal.err()) as watch:
+    with RunWatch(plan, terminal.err()) as watch:
         result = api.run(plan, hosts=functions, out_dir=out_dir, progress=watch)
     print_report(result.report, terminal.out())
     terminal.out().print(f"\nresults    {out_dir}/  reward.png  report.json  trace.json  metrics.jsonl  final/")
+    if result.report.ended != "complete":
+        raise KeyboardInterrupt
 
 
 def _free_directory(program: str) -> Path:

@@ -7,6 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rollplex.ir.plan import Plan
 from rollplex.runtime.events import EnginesReady, IterationDone, RunEvent, Started, StepEntered, Stopping
 
 LINES = 10  # lines of a whole run in a log
@@ -15,16 +16,18 @@ LINES = 10  # lines of a whole run in a log
 class RunWatch:
     """Call it with what a run tells; use it as a context."""
 
-    def __init__(self, steps: int, reward: str, console: Console) -> None:
-        self.steps, self.reward, self.console = steps, reward, console
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self.steps, self.console = int(plan.job["run"]["steps"]), console
+        self.reward = next(iter(plan.hosts.values()), "")
+        self._column = max(len(w.name) for w in plan.summary.windows)
         self._bar: Progress | None = None
         self._task = None
 
     def __enter__(self) -> RunWatch:
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description:<12}"),
-                BarColumn(bar_width=32),
+                TextColumn(f"{{task.description:<{self._column}}}"),
+                BarColumn(bar_width=24),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[note]}"),
                 TimeElapsedColumn(),
