@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -345,3 +346,67 @@ def test_a_reader_that_goes_away_is_no_bug() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.startswith("model")
     assert done.stderr == ""
+
+
+# ---- a whole run
+
+SHAPES = str(ROOT / "examples/jobs/shapes_host.yaml")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that make the shapes job small: eight new videos, random weights, two prompts of two responses."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from shapes.make import make
+
+    folder = tmp_path_factory.mktemp("shapes")
+    train, _ = make(folder, videos=8, heldout=1, seed=0)
+    monkeypatch.undo()
+    return [f"run.data={train}", "run.weights=null", "workload.prompts=2", "workload.group=2", "run.steps=2"]
+
+
+def test_an_algorithm_runs_and_reports(small: list[str], rollplex: Rollplex, tmp_path: Path) -> None:
+    """Progress on stderr, the report on stdout, results in the directory; a second run there is refused."""
+    command = ["run", VIDEO, "--job", SHAPES, "--out", str(tmp_path / "run"), *small]
+    result = rollplex(*command)
+    assert result.status == 0, result.err
+    assert "step    2 of 2  reward" in result.err
+    assert "2 of 2 steps" in result.out
+    assert "as planned" in result.out
+    for name in ("reward.png", "report.json", "trace.json", "metrics.jsonl", "final/config.json"):
+        assert (tmp_path / "run" / name).exists()
+    again = rollplex(*command)
+    assert again.status == 2
+    assert "the run directory is not empty" in again.err
+
+
+def test_a_plan_runs_with_a_bound_host_function(small: list[str], rollplex: Rollplex, tmp_path: Path) -> None:
+    """A compiled plan needs no algorithm file: the reward is bound on the command line."""
+    plan = str(tmp_path / "plan.json")
+    assert rollplex("compile", VIDEO, "--job", SHAPES, "-o", plan, *small).status == 0
+    missing = rollplex("run", plan, "--out", str(tmp_path / "run"))
+    assert missing.status == 2
+    assert "no function for `reward`" in missing.err
+    reward = f"reward={ROOT / 'examples/shapes/reward.py'}:exact_answer"
+    result = rollplex("run", plan, "--out", str(tmp_path / "run"), "--host", reward, "--steps", "1")
+    assert result.status == 0, result.err
+    assert "1 of 1 steps" in result.out
+
+
+def test_a_log_gets_a_line_now_and_then() -> None:
+    """Without a terminal a run of 40 steps says the first and every tenth part of the way."""
+    import pageplan
+    from rich.console import Console
+
+    from rollplex.runtime.events import IterationDone
+    from rollplex.watch import RunWatch
+
+    plan = api.with_steps(pageplan.plan(hosts={"score": "reward"}), 40)
+    console = Console(file=io.StringIO(), width=100)
+    with RunWatch(plan, console) as watch:
+        for i in range(40):
+            watch(IterationDone(i, 40, {"reward": i / 40, "step_s": 0.5}))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [int(text.split()[1]) for text in lines] == [1, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
+    assert lines[-1] == "step   40 of 40  reward 0.975  0.50 s"
