@@ -183,6 +183,7 @@ def rebuilds(u: Update) -> Iterator[Violation]:
         if not found:
             yield Violation("missing-rebuild", f"{name} still holds theta_k", object=name, where=u.role)
         yield from _rebuilt_late(u, found)
+        yield from _sent(u, found)
     shared = u.snapshot is not None and u.facts.objects[u.snapshot].readers
     rebuilt = any(isinstance(at.step, Rebuild) for at in u.facts.steps())
     case3 = u.facts.plan.summary.layout.case3_buffer_bytes
@@ -201,6 +202,16 @@ def _rebuilt_late(u: Update, found: list[At]) -> Iterator[Violation]:
         late = [g for g in (*gathers, u.chunks[-1][0]) if g.index > at.index]
         if late:
             yield Violation("publish-order", f"it comes before {late[0]}", at, at.step.object)
+
+
+def _sent(u: Update, found: list[At]) -> Iterator[Violation]:
+    """A copy of another process is filled by an exchange that the updating process enters too, with the snapshot."""
+    sent = [at.step for at in (u.refreshed(u.snapshot) if u.snapshot else ()) if at.index > u.last]
+    groups = {step.group for step in sent if isinstance(step, Exchange)}
+    for at in found:
+        if isinstance(at.step, Exchange) and at.process != u.process and at.step.group not in groups:
+            what = f"{u.process} does not enter group {at.step.group} with {u.snapshot} after its last chunk"
+            yield Violation("missing-exchange", what, at, at.step.object)
 
 
 def publish(u: Update) -> Iterator[Violation]:

@@ -58,7 +58,7 @@ def _uses(facts: Facts, order: Order, o: PlannedObject, reader: str, changes: li
         done = order.need[reader][at.index][o.process]
         rest = changes[bisect_left(indices, done) :]
         if rest and not order.before(at, rest[0]):
-            yield Violation("race", f"{rest[0]} may change {o.name} while {at} uses it", rest[0], o.name, o.bytes)
+            yield Violation("race", f"it may change {o.name} while {at} uses it", rest[0], o.name, o.bytes)
             return
 
 

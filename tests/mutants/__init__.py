@@ -1,0 +1,10 @@
+"""Faults to inject into any plan: `MUTANTS[name].make(plan)` are plans that the checker must refuse as `.kinds`.
+
+Each is a function from a plan to all plans with one such fault; a plan without anything to break that way gives none.
+What would do no harm is left out where the faults are made, never when they are found to be accepted.
+"""
+
+from mutants import capacity, form, order, residency, update, work
+from mutants.edit import MUTANTS, Mutant
+
+__all__ = ["MUTANTS", "Mutant", "capacity", "form", "order", "residency", "update", "work"]

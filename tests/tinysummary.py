@@ -1,0 +1,157 @@
+"""What the tiny plans say of themselves: objects, windows and their bytes, the graph; see tinyplan.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+from rollplex.ir.plan import (
+    CaseBytes,
+    ChunkSummary,
+    LayoutSummary,
+    Microbatches,
+    NodeRecord,
+    OptimizerChunks,
+    PlannedObject,
+    Policy,
+    Residency,
+    Summary,
+    Times,
+    WindowSummary,
+)
+
+Variant = Literal["rollplex", "serial", "apart"]
+Phase = Literal["P1", "P2", "P3"]
+
+_SERIAL = {
+    "decode": "P1 decode",
+    "reference": "P2 prefix-reference",
+    "score": "P2 score-reference",
+    "actor": "P2 prefix-actor",
+    "train": "P2 train-actor",
+    "update": "P3 update",
+    "publish": "P3 publish",
+}
+WINDOWS: dict[Variant, dict[str, str]] = {
+    "rollplex": {
+        "reference": "P1 prefix-reference",
+        "actor": "P1 prefix-actor",
+        "decode": "P1 decode",
+        "score": "P2 score-reference",
+        "train": "P2 train-actor",
+        "update": "P3 update",
+        "publish": "P3 publish",
+    },
+    "serial": _SERIAL,
+    "apart": _SERIAL,
+}
+
+# By window, where an object is (H hbm, h host, d dropped, - nowhere) and whether it is used (u); `.` is no such object.
+TABLE = """
+object              class       bytes start rollplex        serial          apart           more
+actor.snapshot      regenerable    16 hbm   HHHHHHH uuu-uuu HHHHHHH u--uuuu HHHHHHH ---uuuu shared
+actor.case3         regenerable     2 hbm   HHHHHHH uuu---u HHHHHHH u-----u . .             shared
+rollout.weights     regenerable    16 hbm   . .             . .             HHHHHHH u-----u
+reference.weights   regenerable     8 host  HhhHhhh u--u--- hHHhhhh -uu---- hHHhhhh -uu---- host_backed
+rollout.kv          phase-local   128 -     HHH---- uuu---- H------ u------ H------ u------
+reference.boundary  boundary        4 -     HHHH--- u--u--- -HH---- -uu---- -HH---- -uu---- slots
+actor.boundary      boundary        4 -     -HHHH-- -u--u-- ---HH-- ---uu-- ---HH-- ---uu-- slots attached
+actor.prefix_saved  phase-local     6 -     -hhhh-- -u--u-- ---dd-- ---uu-- ---dd-- ---uu-- slots attached recomputable
+reference.workspace phase-local     3 -     ---H--- ---u--- --H---- --u---- --H---- --u----
+train.activations   phase-local    10 -     ----H-- ----u-- ----H-- ----u-- ----H-- ----u--
+actor.gradients     phase-local    40 -     ----Hh- ----uu- ----Hh- ----uu- ----HH- ----uu-
+actor.master        permanent      40 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
+actor.moments       permanent      80 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
+optimizer.workspace phase-local   128 -     -----H- -----u- -----H- -----u- . .
+"""
+COLUMN: dict[Variant, int] = {"rollplex": 4, "serial": 6, "apart": 8}
+PLACES: dict[str, Residency] = {"H": "hbm", "h": "host", "d": "dropped", "-": "-"}
+
+
+def objects(variant: Variant) -> tuple[PlannedObject, ...]:
+    """The rows of the table that a variant has."""
+    rows = [line.split() for line in TABLE.strip().splitlines()[1:]]
+    return tuple(_object(row, variant) for row in rows if row[COLUMN[variant]] != ".")
+
+
+def _object(row: Sequence[str], variant: Variant) -> PlannedObject:
+    name, class_, nbytes, start = row[:4]
+    places, uses = row[COLUMN[variant] : COLUMN[variant] + 2]
+    windows = list(WINDOWS[variant].values())
+    used = tuple(w for w, u in zip(windows, uses, strict=True) if u == "u")
+    owner, more = name.split(".")[0], row[10:]
+    fields: dict[str, Any] = {flag: True for flag in ("host_backed", "attached", "recomputable") if flag in more}
+    fields["class"] = class_
+    return PlannedObject(
+        name=name,
+        title=name,
+        role=owner if owner in ("actor", "reference") else "actor",
+        process="rollout" if owner == "rollout" else "train",
+        readers=("rollout",) if "shared" in more and variant != "apart" else (),
+        bytes=int(nbytes),
+        slots=2 if "slots" in more else 1,
+        start=cast(Residency, start),
+        produced="start" if start != "-" else used[0],
+        consumed=used,
+        residency={w: PLACES[p] for w, p in zip(windows, places, strict=True)},
+        **fields,
+    )
+
+
+def windows(variant: Variant) -> tuple[WindowSummary, ...]:
+    """Bytes of every window, from the table."""
+    return tuple(_window(name, objects(variant)) for name in WINDOWS[variant].values())
+
+
+def _window(name: str, held: tuple[PlannedObject, ...]) -> WindowSummary:
+    live = {o.name: o.bytes for o in held if o.residency[name] == "hbm"}
+    host = sum(o.bytes for o in held if o.host_backed or o.residency[name] == "host")
+    return WindowSummary(
+        name=name, phase=cast(Phase, name[:2]), seconds=1.0, hbm_bytes=sum(live.values()), host_bytes=host,
+        by_object=live,
+    )  # fmt: skip
+
+
+def summary(variant: Variant) -> Summary:
+    """A summary whose capacities are what the plan needs, to the byte."""
+    shown, zero = windows(variant), CaseBytes(params=0, bytes=0)
+    peak, host = max(shown, key=lambda w: w.hbm_bytes), max(w.host_bytes for w in shown)
+    return Summary(
+        capacity_bytes=peak.hbm_bytes,
+        host_capacity_bytes=host,
+        peak_hbm_bytes=peak.hbm_bytes,
+        peak_window=peak.name,
+        peak_host_bytes=host,
+        objects=objects(variant),
+        windows=shown,
+        layout=LayoutSummary(
+            q=2, order="stock", cases={"1": zero, "2": zero, "3": zero}, case3_buffer_bytes=2,
+            exchange_bytes_per_gpu=8, placement={"0": (0, 1)}, tensors=(),
+        ),
+        chunks=ChunkSummary(
+            optimizer=OptimizerChunks(count=3, elements=4, bytes=64, workspace_bytes=128),
+            microbatch=Microbatches(prefix_prompts=1, suffix_responses=2, workspace_bytes={}),
+        ),
+        times=Times(**dict.fromkeys(Times.model_fields, 1.0)),
+        policy=Policy(kind="mps"),
+        solvers=(),
+        warnings=(),
+    )  # fmt: skip
+
+
+def _node(name: str, op: str, role: str = "", *values: str) -> NodeRecord:
+    return NodeRecord(name=name, op=op, args=(*((role,) if role else ()), *({"ref": v} for v in values)))
+
+
+GRAPH = (
+    _node("prompts", "input"),
+    _node("rollout", "rx.generate", "actor", "prompts"),
+    _node("kv_reference", "rx.prefix", "reference", "prompts"),
+    _node("ref_logp", "rx.suffix", "reference", "kv_reference", "rollout"),
+    _node("kv_actor", "rx.prefix", "actor", "prompts"),
+    _node("logp", "rx.suffix", "actor", "kv_actor", "rollout"),
+    _node("score", "rx.host", "reward", "prompts", "rollout"),
+    _node("loss", "rx.masked_mean", "", "score", "ref_logp", "logp"),
+    _node("update_actor", "rx.update", "actor", "loss"),
+)
+"""prompts -> rollout, kv, ref_logp, logp, score -> loss -> update_actor"""
