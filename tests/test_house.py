@@ -147,12 +147,13 @@ def test_an_unsuitable_python_is_refused(
         venv.check_python()
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(venv: ModuleType, tmp_path: Path) -> None:
-    """`make test VENV=src` must not empty src."""
-    (tmp_path / "precious.txt").write_text("kept")
-    with pytest.raises(SystemExit, match="is no virtual environment"):
+@pytest.mark.parametrize("file", ["precious.txt", "pyvenv.cfg"])
+def test_what_make_did_not_make_is_left_alone(venv: ModuleType, tmp_path: Path, file: str) -> None:
+    """`make test VENV=src` must not empty src, nor an environment of the user's own."""
+    (tmp_path / file).write_text("kept")
+    with pytest.raises(SystemExit, match="was not made by make\n  try: remove it"):
         venv.create(str(tmp_path))
-    assert (tmp_path / "precious.txt").exists()
+    assert (tmp_path / file).exists()
 
 
 def test_a_ready_environment_is_not_made_again(venv: ModuleType, tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_a_ready_environment_is_not_made_again(venv: ModuleType, tmp_path: Path)
     (tmp_path / "made-for-dev").write_text(venv.fingerprint(str(tmp_path)))
     venv.main(str(tmp_path), "host")
     (tmp_path / "made-for-dev").write_text("made of something else")
-    with pytest.raises(SystemExit, match="is no virtual environment"):
+    with pytest.raises(SystemExit, match="was not made by make"):
         venv.main(str(tmp_path), "host")
 
 

@@ -43,11 +43,13 @@ def fingerprint(folder: str) -> str:
 
 
 def create(folder: str) -> None:
-    """`python -m venv` from scratch: a half-made or moved one is of no use."""
-    if os.path.isdir(folder) and os.listdir(folder) and not os.path.exists(os.path.join(folder, "pyvenv.cfg")):
-        fail(f"{folder} is there and is no virtual environment", "name another: make test VENV=.venv")
+    """`python -m venv` from scratch, a half-made or moved one is of no use; but only what was made here is cleared."""
+    if os.path.isdir(folder) and os.listdir(folder) and not os.path.exists(mark(folder)):
+        fail(f"{folder} is there, and was not made by make", "remove it, or name another: make test VENV=.venv-2")
     if subprocess.call([sys.executable, "-m", "venv", "--clear", folder]):
         fail("python -m venv failed (its message is above)", "on Debian and Ubuntu: apt install python3-venv")
+    with open(mark(folder), "w", encoding="utf-8") as file:
+        file.write("tools/venv.py of Rollplex made this environment, and may clear it\n")
 
 
 def install(folder: str, extra: str) -> None:
@@ -70,6 +72,11 @@ def python_of(folder: str) -> str:
 def stamp(folder: str, extra: str) -> str:
     """The file that says what the environment was made of."""
     return os.path.join(folder, f"made-for-{extra}")
+
+
+def mark(folder: str) -> str:
+    """The file that tells our environments from others."""
+    return os.path.join(folder, "made-by-rollplex")
 
 
 def read(path: str) -> str:
