@@ -23,10 +23,11 @@ from torch.fx import Graph
 
 from rollplex.ir import graph as graphs
 from rollplex.ir.errors import GraphError, Loc, Problem, RollplexError
+from rollplex.ir.naming import named_graph
 from rollplex.ir.ops import group_normalize, masked_mean, masked_sum
 from rollplex.ir.params import number
 from rollplex.ir.roles import Role, host
-from rollplex.ir.tracing import Recorder, closest, named_graph
+from rollplex.ir.tracing import Recorder, closest
 from rollplex.ir.types import RoleKind
 
 __all__ = [
