@@ -224,7 +224,7 @@ class Hand:
 def tiny_plan(variant: Variant = "rollplex") -> Plan:
     """One of the plans of the docstring; it fits to the byte."""
     hand = Hand(variant)
-    ranks = {"ranks": 4, "engine": "host"}
+    copies = 2 if hand.apart else 1
     return Plan(
         feasible=True,
         schedule="rollplex" if variant == "rollplex" else "serial",
@@ -235,8 +235,8 @@ def tiny_plan(variant: Variant = "rollplex") -> Plan:
         summary=summary(variant),
         processes={
             "controller": ProcessKind(engine="controller", ranks=1),
-            "train": ProcessKind(**ranks, tensor_parallel=2, data_parallel=2 if hand.apart else 1),
-            "rollout": ProcessKind(**ranks, tensor_parallel=1, data_parallel=4),
+            "train": ProcessKind(engine="host", ranks=2 * copies, tensor_parallel=2, data_parallel=copies),
+            "rollout": ProcessKind(engine="host", ranks=2 * copies, tensor_parallel=1, data_parallel=2 * copies),
         },
         programs={
             "controller": tuple(hand.controller()),

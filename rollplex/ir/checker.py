@@ -12,6 +12,7 @@ from __future__ import annotations
 from rollplex.ir.check.capacity import Cuts, check_capacity
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.form import check_names, check_shape
+from rollplex.ir.check.imports import check_imports
 from rollplex.ir.check.order import execute
 from rollplex.ir.check.publication import check_publication
 from rollplex.ir.check.races import check_races
@@ -19,6 +20,7 @@ from rollplex.ir.check.residency import check_residency, replay
 from rollplex.ir.check.rules import RULES, Rule, Violation
 from rollplex.ir.check.summary import Places, check_summary
 from rollplex.ir.check.tasks import check_tasks
+from rollplex.ir.check.update import check_update
 from rollplex.ir.check.values import check_values
 from rollplex.ir.check.work import check_work
 from rollplex.ir.errors import PlanError
@@ -44,12 +46,13 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
         *check_residency(replays),
         *check_tasks(facts),
         *check_work(facts),
+        *check_update(facts),
         *check_publication(facts),
     ]
     if any(v.kind == "deadlock" for v in stuck):
         return tuple(found)
     cuts, held = Cuts(facts, order), {process: one.spans for process, one in replays.items()}
-    found += [*check_values(facts, order), *check_races(facts, order, cuts, held)]
+    found += [*check_values(facts, order), *check_imports(facts, order), *check_races(facts, order, cuts, held)]
     if plan.feasible:
         found += check_capacity(facts, cuts, tuple(held.values()))
     return (*found, *check_summary(facts, Places.of(cuts, tuple(held.values()))))

@@ -253,6 +253,20 @@ def q_of_other_degrees(plan: Plan) -> Iterator[Plan]:
         yield with_layout(plan, q=plan.summary.layout.q + 1)
 
 
+@mutant("layout")
+def ranks_of_other_degrees(plan: Plan) -> Iterator[Plan]:
+    for name, kind in plan.processes.items():
+        other = kind.model_copy(update={"data_parallel": kind.data_parallel + 1})
+        yield plan.model_copy(update={"processes": {**plan.processes, name: other}})
+
+
+@mutant("missing-exchange")
+def exchange_over_another_group(plan: Plan) -> Iterator[Plan]:
+    reduces = [(p, i, s) for p, i, s in steps(plan, Exchange) if s.op == "all_reduce"]
+    for process, i, step in (*reduces, *gathers(plan)):
+        yield put(plan, process, i, change(step, group="tp"))
+
+
 @mutant("missing-rebuild")
 def layout_with_other_case_3(plan: Plan) -> Iterator[Plan]:
     if any(objects(plan)[s.object].readers for _, _, s in steps(plan, Publish)):

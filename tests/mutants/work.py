@@ -98,6 +98,12 @@ def node_of_another_role(plan: Plan) -> Iterator[Plan]:
             yield put(plan, process, i, change(step, node=node))
 
 
+@mutant("node")
+def host_function_not_bound(plan: Plan) -> Iterator[Plan]:
+    for name in plan.hosts:
+        yield plan.model_copy(update={"hosts": {n: f for n, f in plan.hosts.items() if n != name}})
+
+
 @mutant("once")
 def made_twice(plan: Plan) -> Iterator[Plan]:
     for process, i, step in tasks(plan, "load", "generate", "host"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from rollplex.ir.check.facts import TIMELINE, Facts, imports, moved, names, reads, streams, writes
+from rollplex.ir.check.facts import TIMELINE, Facts, imports, moved, names, streams, writes
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import BARRIERS, SCHEMA_VERSION
 from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Step, UpdateChunk
@@ -139,26 +139,9 @@ def _in_phase(step: Step, planned: int, now: int) -> bool:
     return planned <= now <= planned + 1
 
 
-def reads_are_imported(facts: Facts) -> Iterator[Violation]:
-    """Between an imported unmap and the next imported map, a reader has no pages (explicit imports only)."""
-    for process in facts.programs:
-        explicit = {name for at in facts.steps(process) if (name := imports(at.step))}
-        bound = {n for n in explicit if not _first_import_maps(facts, process, n)}
-        for at in facts.steps(process):
-            name = imports(at.step)
-            if name:
-                bound ^= {name}
-            for used in explicit & set(reads(at.step)) - bound:
-                yield Violation("not-imported", f"{used} is not imported here", at, object=used)
-
-
-def _first_import_maps(facts: Facts, process: str, name: str) -> bool:
-    return next(at.step.kind == "map" for at in facts.steps(process) if imports(at.step) == name)
-
-
 Check = Callable[[Facts], Iterator[Violation]]
 NAMES: tuple[Check, ...] = (schema, own_names, known_names, owners, own_imports)
-SHAPE: tuple[Check, ...] = (window_order, barriers, phases, reads_are_imported)
+SHAPE: tuple[Check, ...] = (window_order, barriers, phases)
 
 
 def check_names(facts: Facts) -> tuple[Violation, ...]:
@@ -167,5 +150,5 @@ def check_names(facts: Facts) -> tuple[Violation, ...]:
 
 
 def check_shape(facts: Facts) -> tuple[Violation, ...]:
-    """Windows, barriers and imports out of order."""
+    """Windows and barriers out of order."""
     return tuple(v for check in SHAPE for v in check(facts))

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from rollplex.ir.check.capacity import Cuts
-from rollplex.ir.check.facts import THETA_QUIET, Facts, imports, moved, reads, writes
+from rollplex.ir.check.facts import THETA_QUIET, Facts, moved, reads, writes
 from rollplex.ir.check.held import Spans
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import PlannedObject
 from rollplex.ir.steps import Run, UpdateChunk
-
-
-@dataclass(frozen=True)
-class _Import:
-    """The steps between which a reader has an owner's pages; None is an end of the iteration."""
-
-    process: str
-    first: At | None
-    last: At | None
 
 
 def check_races(facts: Facts, order: Order, cuts: Cuts, held: Mapping[str, Spans]) -> Iterator[Violation]:
@@ -34,7 +24,6 @@ def check_races(facts: Facts, order: Order, cuts: Cuts, held: Mapping[str, Spans
     for o in facts.objects.values():
         for reader in o.readers:
             yield from _uses(facts, order, o, reader, changes.get(o.name, []))
-            yield from _pages(facts, order, o, reader, changes.get(o.name, []))
             yield from _contents(facts, cuts, o, reader, held[o.process])
     yield from _after_quiet(facts)
 
@@ -62,18 +51,6 @@ def _uses(facts: Facts, order: Order, o: PlannedObject, reader: str, changes: li
             return
 
 
-def _pages(facts: Facts, order: Order, o: PlannedObject, reader: str, changes: list[At]) -> Iterator[Violation]:
-    """Pages are not moved while a reader has them mapped: all the time, unless its program imports them explicitly."""
-    moves = [c for c in changes if moved(c.step) == o.name]
-    for has in _imported(facts, reader, o.name):
-        for move in moves:
-            before = has.first is not None and order.before(move, has.first)
-            after = has.last is not None and order.before(has.last, move)
-            if not before and not after:
-                what = f"{reader} may have {o.name} mapped"
-                yield Violation("imported-pages", what, move, o.name, o.bytes)
-
-
 def _contents(facts: Facts, cuts: Cuts, o: PlannedObject, reader: str, held: Spans) -> Iterator[Violation]:
     """Whenever a reader uses an object, its owner has it in HBM, with contents."""
     for at in (at for at in facts.steps(reader) if o.name in reads(at.step)):
@@ -84,19 +61,6 @@ def _contents(facts: Facts, cuts: Cuts, o: PlannedObject, reader: str, held: Spa
                 what = f"it reads {o.name}, which {o.process} may not have {kind.removeprefix('not-')} by then"
                 yield Violation(kind, what, at, o.name, o.bytes)
                 break
-
-
-def _imported(facts: Facts, process: str, name: str) -> list[_Import]:
-    steps = [at for at in facts.steps(process) if imports(at.step) == name]
-    found, since = list[_Import](), None
-    bound = not steps or steps[0].step.kind == "unmap"
-    for at in steps:
-        if at.step.kind == "map" and not bound:
-            since, bound = at, True
-        elif at.step.kind == "unmap" and bound:
-            found.append(_Import(process, since, at))
-            since, bound = None, False
-    return [*found, _Import(process, since, None)] if bound else found
 
 
 def _after_quiet(facts: Facts) -> Iterator[Violation]:

@@ -118,7 +118,7 @@ RULES: dict[str, Rule] = {
     "missing-rebuild": Rule(
         "every copy of the weights is made again from theta_k+1 before it is published", "paper 3.3", "rebuild it"
     ),
-    "layout": Rule("q is the ratio of the engines' tensor-parallel degrees", "paper 3.3", COMPILE_AGAIN),
+    "layout": Rule("ranks are TP x DP, and q is the ratio of the engines' TP", "paper 3.3", COMPILE_AGAIN),
     "publish": Rule("each new snapshot is published exactly once", "paper 3.1", COMPILE_AGAIN),
     "publish-order": Rule(
         "publication comes after every chunk, exchange and rebuild", "paper 3.3", "publish last"

@@ -34,6 +34,9 @@ def nodes(facts: Facts) -> Iterator[Violation]:
     for at, step in facts.runs(*OPS):
         if not _executes(step, graph.get(step.node)):
             yield Violation("node", f"%{step.node} is no {OPS[step.task]} of {step.role or 'the graph'}", at)
+    for record in facts.plan.graph:
+        if record.op == "rx.host" and record.name not in facts.plan.hosts:
+            yield Violation("node", f"no parameter of the algorithm is bound to host function %{record.name}")
 
 
 def _executes(step: Run, record: NodeRecord | None) -> bool:

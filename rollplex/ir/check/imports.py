@@ -1,0 +1,81 @@
+"""Imports: pages that one process maps from another, which the owner keeps where they are meanwhile.
+
+    rollout   [ imported for the whole run ........................................ ]    readers, and no step says more
+    rollout   map actor.snapshot (imported) | generate | unmap actor.snapshot (imported)       explicit: train may
+    train                                                 drop | map | update_chunk ..         remap it in between
+Source: paper section 3.2 (stable-address staging) and section 3.3 (binding and refresh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollplex.ir.check.facts import Facts, imports, moved, reads
+from rollplex.ir.check.order import Order
+from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.plan import PlannedObject
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The steps between which a reader has an owner's pages; None is an end of the iteration."""
+
+    first: At | None
+    last: At | None
+
+    def holds(self, at: At) -> bool:
+        """Whether a step of the reader stands inside."""
+        return (self.first is None or self.first.index < at.index) and (self.last is None or at.index < self.last.index)
+
+    def apart(self, order: Order, move: At) -> bool:
+        """Whether a step of the owner is before or after all of it."""
+        before = self.first is not None and order.before(move, self.first)
+        return before or (self.last is not None and order.before(self.last, move))
+
+
+def bindings(steps: list[At]) -> tuple[list[Binding], list[Violation]]:
+    """The bindings that a reader's explicit steps make; without any it has the pages for the whole run."""
+    found, wrong = list[Binding](), list[Violation]()
+    since: At | None = None
+    bound = starts_bound = not steps or steps[0].step.kind == "unmap"
+    for at in steps:
+        maps, name = at.step.kind == "map", imports(at.step) or ""
+        if maps == bound:
+            kind, what = ("double-map", "is imported already") if maps else ("not-held", "is not imported")
+            wrong.append(Violation(kind, f"{name} {what}", at, name))
+        elif not maps:
+            found.append(Binding(since, at))
+        since, bound = (at if maps else None), maps
+    if bound:
+        found.append(Binding(since, None))
+    if bound != starts_bound:
+        what = "it is imported at the end of an iteration and not at its start, or the other way round"
+        wrong.append(Violation("end-state", what, steps[-1], imports(steps[-1].step) or ""))
+    return found, wrong
+
+
+def check_imports(facts: Facts, order: Order) -> Iterator[Violation]:
+    """Readers use pages while they have them, owners move them while nobody has."""
+    moves: dict[str, list[At]] = {}
+    for at in facts.steps():
+        moves.setdefault(moved(at.step) or "", []).append(at)
+    for o in facts.objects.values():
+        for reader in o.readers:
+            own = [at for at in facts.steps(reader) if imports(at.step) == o.name]
+            found, wrong = bindings(own)
+            yield from wrong
+            yield from _uses(facts, o, reader, found)
+            yield from _moves(order, o, reader, found, moves.get(o.name, []))
+
+
+def _uses(facts: Facts, o: PlannedObject, reader: str, found: list[Binding]) -> Iterator[Violation]:
+    for at in facts.steps(reader):
+        if o.name in reads(at.step) and not any(b.holds(at) for b in found):
+            yield Violation("not-imported", f"{reader} has not imported {o.name} here", at, o.name, o.bytes)
+
+
+def _moves(order: Order, o: PlannedObject, reader: str, found: list[Binding], moves: list[At]) -> Iterator[Violation]:
+    for move in moves:
+        if not all(b.apart(order, move) for b in found):
+            yield Violation("imported-pages", f"{reader} may have {o.name} mapped", move, o.name, o.bytes)

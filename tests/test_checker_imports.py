@@ -1,0 +1,105 @@
+"""Explicit imports: the snapshot is released at the optimizer barrier, as in paper section 3.2, and mapped again.
+
+rollout   map (imported)  generate  unmap (imported) | ..                             |
+train                                                | ..                 theta-quiet | drop  map  chunk 0 1 2  ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from mutants.edit import insert, place, put, steps
+from tinyplan import tiny_plan
+
+from rollplex.ir.check.imports import bindings
+from rollplex.ir.check.rules import At
+from rollplex.ir.checker import check_plan
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Drop, Map, Run, Signal, Unmap, UpdateChunk
+
+SNAPSHOT = "actor.snapshot"
+
+
+def where(plan: Plan, process: str, kind: type, name: str = "") -> int:
+    """The first step of a class in a program, of an object if one is named."""
+    return next(i for _, i, s in steps(plan, kind, process=process) if getattr(s, "object", "") in (name, ""))
+
+
+def released() -> Plan:
+    """The plan of the drawing."""
+    plan = tiny_plan()
+    generate = where(plan, "rollout", Run)
+    window = plan.programs["rollout"][generate].window
+    plan = insert(plan, "rollout", generate + 1, Unmap(window=window, object=SNAPSHOT, imported=True))
+    plan = insert(plan, "rollout", generate, Map(window=window, object=SNAPSHOT, imported=True))
+    chunk = where(plan, "train", UpdateChunk)
+    remap = Drop(window="P3 update", object=SNAPSHOT), Map(window="P3 update", object=SNAPSHOT)
+    return insert(plan, "train", chunk, *remap)
+
+
+def import_step(plan: Plan, kind: type) -> int:
+    return next(i for _, i, s in steps(plan, kind, process="rollout") if getattr(s, "imported", False))
+
+
+def test_pages_may_be_released_while_nobody_imports_them() -> None:
+    assert check_plan(released()) == ()
+
+
+def faults() -> Iterator[tuple[str, str, Plan]]:
+    plan = released()
+    enter, leave = import_step(plan, Map), import_step(plan, Unmap)
+    window = plan.programs["rollout"][leave].window
+    yield "imported for the whole run", "imported-pages", put(put(plan, "rollout", leave), "rollout", enter)
+    yield "never let go", "imported-pages", put(plan, "rollout", leave)
+    yield "never let go: the next iteration imports again", "end-state", put(plan, "rollout", leave)
+    let_go = plan.programs["rollout"][leave]
+    yield "let go and never bound again", "end-state", put(put(plan, "rollout", leave), "rollout", enter, let_go)
+    yield "let go twice", "not-held", put(plan, "rollout", leave, let_go, let_go)
+    late = insert(put(plan, "rollout", leave), "rollout", enter + 1, let_go)
+    yield "let go before the read", "not-imported", late
+    twice = put(plan, "rollout", enter, *2 * (plan.programs["rollout"][enter],))
+    yield "imported twice", "double-map", twice
+    end = place(plan, "rollout", "published")
+    again = Map(window="P3 publish", object=SNAPSHOT, imported=True)
+    yield "imported again too early", "imported-pages", insert(plan, "rollout", end, again)
+    early = insert(plan, "train", 0, Drop(window=window, object=SNAPSHOT), Map(window=window, object=SNAPSHOT))
+    yield "remapped while rollout decodes", "imported-pages", early
+    unmapped = where(plan, "train", Map, SNAPSHOT)
+    yield "never mapped again", "dropped-needed", put(plan, "train", unmapped)
+
+
+@pytest.mark.parametrize(("kind", "plan"), [(k, p) for _, k, p in faults()], ids=[name for name, _, _ in faults()])
+def test_a_fault_with_imports_is_refused(kind: str, plan: Plan) -> None:
+    assert kind in {v.kind for v in check_plan(plan)}
+
+
+def test_contents_must_be_there_when_a_reader_uses_them() -> None:
+    """The owner maps the snapshot again and fills it only in P3: rollout would read pages that hold nothing."""
+    plan = released()
+    drop = where(plan, "train", Drop, SNAPSHOT)
+    pair = plan.programs["train"][drop : drop + 2]
+    first = plan.programs["train"][0].window
+    early = [s.model_copy(update={"window": first}) for s in pair]
+    plan = put(put(plan, "train", drop), "train", drop)
+    plan = insert(insert(plan, "train", 0, *early), "train", 2, Signal(window=first, event="remapped"))
+    wait = next(s for _, _, s in steps(plan, process="rollout") if s.kind == "wait")
+    plan = insert(plan, "rollout", 0, wait.model_copy(update={"event": "remapped"}))
+    found = {v.kind for v in check_plan(plan) if v.at and v.at.process == "rollout"}
+    assert found == {"not-produced"}
+
+
+def test_bindings() -> None:
+    """unmap | map: bound at both ends of the iteration, free in between."""
+    window = "P1 decode"
+    away, back = (kind(window=window, object=SNAPSHOT, imported=True) for kind in (Unmap, Map))
+    found, wrong = bindings([At("rollout", 3, away), At("rollout", 7, back)])
+    assert wrong == []
+    assert [b.holds(At("rollout", i, away)) for b in found for i in (0, 5, 9)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
