@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,11 +22,11 @@ import psutil
 import pytest
 from runtime_tiny import data_dir, luck, tiny_plan
 
-from rollplex.ir.errors import EngineError
+from rollplex.ir.errors import EngineError, RunError
 from rollplex.ir.steps import Run
-from rollplex.runtime.events import RunEvent, Started, StepEntered
+from rollplex.runtime.events import IterationDone, RunEvent, Started, StepEntered
 from rollplex.runtime.protocol import ProcessId
-from rollplex.runtime.run import run_plan
+from rollplex.runtime.run import execute_plan, run_plan
 
 PHASES = ("P1", "P2", "P3")
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
@@ -181,8 +182,35 @@ def test_a_use_of_memory_that_is_not_mapped_is_a_named_fault(tmp_path: Path) -> 
     steps.remove(unmap)
     steps.insert(trains[0], unmap)
     mutated = plan.model_copy(update={"programs": {**plan.programs, "train": tuple(steps)}})
-    from rollplex.runtime.run import execute_plan
 
     with pytest.raises(EngineError, match=r"train 0 \(pid \d+\) was killed by SIGSEGV in step `run train actor mb 0`"):
         execute_plan(mutated, hosts={"reward": luck}, out_dir=tmp_path / "run")
     assert "Segmentation fault" in (tmp_path / "run" / "logs" / "train-0.log").read_text()
+
+
+def test_a_reward_that_raises_ends_the_run_and_names_the_row(tmp_path: Path) -> None:
+    def reward(row: dict[str, Any], index: int) -> float:
+        if index == 1:
+            raise KeyError("difficulty")
+        return 0.0
+
+    message = r"train.jsonl:\d+, response 1: `reward` raised KeyError: 'difficulty'"
+    with pytest.raises(RunError, match=message):
+        run_plan(tiny_plan(), hosts={"reward": reward}, out_dir=tmp_path / "run")
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_full_disk_at_the_end_leaves_no_half_written_weights(tmp_path: Path) -> None:
+    """The training process may write 100 kB a file from its last iteration on; the weights are larger."""
+    pids: dict[ProcessId, int] = {}
+
+    def progress(event: RunEvent) -> None:
+        if isinstance(event, Started):
+            pids.update(event.pids)
+        if isinstance(event, IterationDone) and event.iteration == event.steps - 1:
+            resource.prlimit(pids[TRAIN], resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    with pytest.raises(RunError, match=r"train 0 .* after iteration 1: .*cannot write the weights"):
+        run_plan(tiny_plan(), hosts={"reward": luck}, out_dir=tmp_path / "run", progress=progress)
+    assert not (tmp_path / "run" / "final").exists()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

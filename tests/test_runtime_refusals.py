@@ -8,11 +8,12 @@ from typing import Any
 
 import psutil
 import pytest
+from runtime_threads import InThreads
 from runtime_tiny import TIGHT, luck, tiny_plan
 
 from rollplex.ir.errors import EngineError, OutOfMemory, PlanError, RollplexError
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Barrier, Fetch, Map, Signal, Step, Unmap, UpdateChunk, Wait
+from rollplex.ir.steps import Barrier, Drop, Fetch, Map, Signal, Step, Unmap, UpdateChunk, Wait
 from rollplex.runtime.run import execute_plan
 
 Program = tuple[Step, ...]
@@ -65,21 +66,33 @@ def second_map(steps: list[Step]) -> None:
     steps.insert(at, steps[at])
 
 
+def unmap_twice(steps: list[Step]) -> None:
+    at = _find(steps, Unmap, object="actor.gradients")
+    steps.insert(at, steps[at])
+
+
+def drop_moments(steps: list[Step]) -> None:
+    at = _find(steps, Unmap, object="actor.gradients")
+    steps.insert(at, Drop(window=steps[at].window, object="actor.moments"))
+
+
+def unmap_snapshot(steps: list[Step]) -> None:
+    at = _find(steps, Unmap, object="actor.boundary")
+    steps.insert(at, Unmap(window=steps[at].window, object="actor.snapshot"))
+
+
+def chunk_twice(steps: list[Step]) -> None:
+    at = _find(steps, UpdateChunk)
+    steps[at + 1] = steps[at]
+
+
 tight = tiny_plan(**TIGHT)
 peak, host_peak = tight.summary.peak_hbm_bytes, tight.summary.peak_host_bytes
 
 CASES: dict[str, tuple[Plan, type[RollplexError], str]] = {
-    "device one byte too small": (
-        with_summary(tight, capacity_bytes=peak - 1), OutOfMemory,
-        r"(?s)train 0 .*map actor.gradients, window P2 train-actor: .* \(1 bytes\) too many.*train.activations",
-    ),
-    "host pool one byte too small": (
-        with_summary(tight, host_capacity_bytes=host_peak - 1), OutOfMemory,
-        r"(?s)train 0 .* while it was starting: host: allocate pinned: .* too many",
-    ),
     "missing fetch": (
         with_program(tight, "train", drop(Fetch, object="reference.weights")), EngineError,
-        r"`run prefix reference mb 0`.*: run prefix reference mb 0 uses reference.weights, which is not mapped",
+        r"train 0, window P1 .*: run prefix reference mb 0 uses reference.weights, which is not mapped",
     ),
     "map instead of fetch": (
         with_program(tight, "train", fetch_to_map), EngineError,
@@ -95,19 +108,23 @@ CASES: dict[str, tuple[Plan, type[RollplexError], str]] = {
     ),
     "second map": (
         with_program(tight, "train", second_map), PlanError,
-        r"map actor.gradients: actor.gradients is mapped already",
+        r"train 0: P2 train-actor: map actor.gradients: actor.gradients is mapped already",
+    ),
+    "second unmap": (
+        with_program(tight, "train", unmap_twice), PlanError,
+        r"unmap actor.gradients: actor.gradients is not mapped",
     ),
     "missing unmap": (
         with_program(tight, "rollout", drop(Unmap, object="rollout.kv")), OutOfMemory,
-        r"(?s)train 0 .*window P2 train-actor: actor.gradients asks for .* MiB  rollout.kv  \(rollout 0\)",
+        r"(?s)window P2 train-actor: actor.gradients asks for .* MiB  rollout.kv  \(rollout 0\)",
     ),
-    "swapped barriers": (
-        with_program(tight, "train", swap_barriers), EngineError,
-        r"train 0: arrived at barrier theta-quiet, but rollout-complete comes next",
+    "a drop of permanent state": (
+        with_program(tight, "train", drop_moments), PlanError,
+        r"drop actor.moments: actor.moments is permanent",
     ),
-    "missing signal": (
-        with_program(tight, "controller", drop(Signal, event="prompts")), EngineError,
-        r"no process can go on: controller 0 in `wait rollout`; rollout 0 in `wait prompts`; train 0 in `wait prompts`",
+    "an unmap of pages that rollout reads": (
+        with_program(tight, "train", unmap_snapshot), PlanError,
+        r"unmap actor.snapshot: actor.snapshot is still mapped by rollout 0",
     ),
     "missing wait": (
         with_program(tight, "train", drop(Wait, event="prompts")), EngineError,
@@ -117,12 +134,64 @@ CASES: dict[str, tuple[Plan, type[RollplexError], str]] = {
         with_program(tight, "train", drop(UpdateChunk)), EngineError,
         r"actor.snapshot is published, but from element 0 of \d+ on it was not updated once",
     ),
+    "a chunk twice": (
+        with_program(tight, "train", chunk_twice), EngineError,
+        r"actor.snapshot is published, but from element \d+ of \d+ on it was not updated once",
+    ),
+    "swapped barriers": (
+        with_program(tight, "train", swap_barriers), EngineError,
+        r"train 0: arrived at barrier theta-quiet, but rollout-complete comes next",
+    ),
+    "one byte too few on the device": (
+        with_summary(tight, capacity_bytes=peak - 1), OutOfMemory,
+        r"(?s)map actor.gradients, window P2 train-actor: .* \(1 bytes\) too many.*train.activations",
+    ),
+    "one byte too few in the pool": (
+        with_summary(tight, host_capacity_bytes=host_peak - 1), OutOfMemory,
+        r"host: allocate pinned: .* \(1 bytes\) too many",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_that_lies_is_refused_where_it_lies(name: str, tmp_path: Path) -> None:
+def test_a_plan_that_lies_is_refused_where_it_lies(name: str) -> None:
     plan, error, message = CASES[name]
+    with pytest.raises(error, match=message):
+        run_twice(plan)
+
+
+def test_the_plan_itself_is_not_refused() -> None:
+    run_twice(tight)
+
+
+def run_twice(plan: Plan) -> None:
+    run = InThreads(plan, {"reward": luck})
+    run.step(0)
+    run.step(1)
+    run.close()
+
+
+# ---- the same over real processes: what a refusal there looks like, and waits that nobody would end
+
+OVER_PROCESSES: dict[str, tuple[Plan, type[RollplexError], str]] = {
+    "one byte too few on the device": (
+        with_summary(tight, capacity_bytes=peak - 1), OutOfMemory,
+        r"train 0 \(pid \d+\) in step `map actor.gradients`, window P2 train-actor, iteration 0: device 0: ",
+    ),
+    "missing signal": (
+        with_program(tight, "controller", drop(Signal, event="prompts")), EngineError,
+        r"no process can go on: controller 0 in `wait rollout`; rollout 0 in `wait prompts`; train 0 in `wait prompts`",
+    ),
+    "missing barrier": (
+        with_program(tight, "rollout", drop(Barrier, name="published")), EngineError,
+        r"no process can go on: controller 0 in `barrier published`; train 0 in `barrier published`",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVER_PROCESSES)
+def test_over_processes_a_refusal_says_where_and_nothing_hangs(name: str, tmp_path: Path) -> None:
+    plan, error, message = OVER_PROCESSES[name]
     with pytest.raises(error, match=message):
         execute_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "run")
     assert psutil.Process().children(recursive=True) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rollplex.backends.engine import Tasks, Values
 from rollplex.ir.steps import Run
@@ -13,32 +13,42 @@ T = TypeVar("T")
 Pump = Callable[[Callable[[], bool]], None]
 
 
-def in_background(work: Callable[[], T], pump: Pump) -> T:
-    """Run `work` in a thread of its own and `pump` until it is done; raises what either raises.
+class Later(Generic[T]):
+    """The outcome of work that runs in a thread of its own; a daemon, so that nothing waits for it at exit."""
 
-    If the pump raises (an engine has died) the thread is abandoned: it is a daemon and holds nothing of the run.
-    """
-    done = threading.Event()
-    outcome: list[T] = []
-    raised: list[BaseException] = []
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._done = threading.Event()
+        self._value: list[T] = []
+        self._raised: BaseException | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def body() -> None:
+    @property
+    def done(self) -> bool:
+        """Whether the work has ended, well or not."""
+        return self._done.is_set()
+
+    def result(self) -> T:
+        """The value, or what the work raised; blocks until the work ends (the caller pumps where that may be long)."""
+        self._done.wait()
+        if self._raised is not None:
+            raise self._raised
+        return self._value[0]
+
+    def _run(self) -> None:
         try:
-            outcome.append(work())
+            self._value.append(self._work())
         except BaseException as err:
-            raised.append(err)
+            self._raised = err
         finally:
-            done.set()
-
-    threading.Thread(target=body, name="controller task", daemon=True).start()
-    pump(done.is_set)
-    if raised:
-        raise raised[0]
-    return outcome[0]
+            self._done.set()
 
 
 class BackgroundTasks:
-    """The controller's tasks, each run in the background; `pump` is bound when the controller exists."""
+    """The controller's tasks, each run in the background; `pump` is bound when the controller exists.
+
+    If the pump raises (an engine has died), the task's thread is abandoned: it holds nothing of the run.
+    """
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -49,4 +59,6 @@ class BackgroundTasks:
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert self.pump is not None, "the controller has not started"
-        return in_background(lambda: self._tasks.run(step, inputs), self.pump)
+        outcome = Later(lambda: self._tasks.run(step, inputs), "controller task")
+        self.pump(lambda: outcome.done)
+        return outcome.result()

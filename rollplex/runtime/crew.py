@@ -5,6 +5,7 @@
         process, message, fds = crew.inbox.get(timeout=..)
 
 Two threads a process move messages, so that the controller never blocks on a process that does not read or write.
+The processes die with the thread that started them (PR_SET_PDEATHSIG goes by thread): one thread runs a run.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from rollplex.ir.errors import DataError, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run
+from rollplex.runtime.background import Later
 from rollplex.runtime.calls import Call, call_each
 
 OFFERS = ("question", "answer", "response", "row", "tokens", "index")
@@ -46,6 +48,7 @@ class Feed:
         self._eos = end_tokens(maker.tokenizer)
         self._rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
         self._iteration = -1
+        self._ahead: Later[PromptBatch] | None = None
 
     def begin(self, iteration: int) -> None:
         self._iteration = iteration
@@ -61,15 +64,25 @@ class Feed:
                 raise AssertionError(f"{step.task} is no task of the controller")
 
     def rows_of(self, iteration: int) -> list[Row]:
-        """The rows of one step: the data set in a new seeded order every epoch, wherever the step's first row falls."""
+        """The rows of one step: epoch after epoch, each in a seeded order of its own, cut into steps."""
         count = self.job.workload.prompts
-        places = range(iteration * count, (iteration + 1) * count)
-        return [self.rows[_permuted(len(self.rows), self.job.run.seed, place)] for place in places]
+        places = (divmod(place, len(self.rows)) for place in range(iteration * count, (iteration + 1) * count))
+        return [self.rows[_epoch(len(self.rows), self.job.run.seed, epoch)[at]] for epoch, at in places]
 
     # ---- load
 
     def _load(self) -> PromptBatch:
-        return PromptBatch(tuple(self._prompt(row) for row in self.rows_of(self._iteration)), self._eos)
+        ahead, self._ahead = self._ahead, None
+        return ahead.result() if ahead else self._batch(self._iteration)
+
+    def _batch(self, iteration: int) -> PromptBatch:
+        return PromptBatch(tuple(self._prompt(row) for row in self.rows_of(iteration)), self._eos)
+
+    def _load_ahead(self) -> None:
+        """Make the next step's prompts while this step trains: decoding is over then, and a core is free."""
+        following = self._iteration + 1
+        if self._ahead is None and following < self.job.run.steps:
+            self._ahead = Later(lambda: self._batch(following), "load ahead")
 
     def _prompt(self, row: Row) -> Prompt:
         """A prompt longer than the plan's budget is refused here, with its row."""
@@ -92,6 +105,7 @@ class Feed:
         dtype = torch.float64 if self.job.model.dtype == "float64" else torch.float32
         scores = torch.tensor(numbers, dtype=dtype).view(self.job.workload.prompts, self.job.group)
         self.metrics[name] = float(scores.mean())
+        self._load_ahead()
         return scores
 
     def _calls(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Call]:
@@ -125,7 +139,11 @@ def row_data(row: Row) -> dict[str, Any]:
 
 def parameters_of(function: Callable[..., Any], name: str) -> frozenset[str]:
     """Which of `OFFERS` a host function takes; RunError for a parameter without default that nobody offers."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        what = f"`{name}` is {function!r}, not a Python function"
+        raise RunError(what, where="host function", hint="pass a function defined with def") from None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return frozenset(OFFERS)
     unknown = [p.name for p in parameters if p.name not in OFFERS and p.default is p.empty]
@@ -135,8 +153,8 @@ def parameters_of(function: Callable[..., Any], name: str) -> frozenset[str]:
     return frozenset(p.name for p in parameters)
 
 
-def _permuted(rows: int, seed: int, place: int) -> int:
-    """Row at a place of the endless data order: epoch after epoch, each a permutation of its own."""
-    epoch, offset = divmod(place, rows)
+@lru_cache(2)
+def _epoch(rows: int, seed: int, epoch: int) -> list[int]:
+    """The data order of one epoch: a permutation of its own."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return int(torch.randperm(rows, generator=generator)[offset])
+    return torch.randperm(rows, generator=generator).tolist()

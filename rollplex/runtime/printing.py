@@ -5,9 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from rollplex.ir.sizes import pretty
 from rollplex.runtime.report import Report
-
-MIB = 2**20
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -18,7 +17,7 @@ def print_report(report: Report, console: Console) -> None:
     o = report.overlap
     console.print(
         f"overlap    decode {o.decode_s:.2f} s, prefix {o.prefix_s:.2f} s a step; "
-        f"{o.hidden_s:.2f} s of prefix ({o.hidden_share:.0%}) ran while the rollout process was decoding"
+        f"{o.hidden_s:.2f} s of it ({o.hidden_share:.0%}) ran while rollout was decoding"
     )
     console.print(_memory(report))
     _print_objects(report, console)
@@ -58,10 +57,10 @@ def _times(report: Report) -> Table:
 
 def _memory(report: Report) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("window", "planned MiB", "measured MiB"):
+    for column in ("window", "planned", "measured"):
         table.add_column(column, justify="left" if column == "window" else "right")
     for row in report.memory:
-        table.add_row(row.window, f"{row.planned / MIB:.2f}", f"{row.measured / MIB:.2f}")
+        table.add_row(row.window, pretty(row.planned), pretty(row.measured))
     return table
 
 

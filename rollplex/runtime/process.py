@@ -33,7 +33,10 @@ def main() -> None:
     threading.Thread(target=_pulse, args=(channel,), name="pulse", daemon=True).start()
     from rollplex.runtime.worker import serve  # torch: seconds
 
-    sys.exit(serve(channel))
+    status = serve(channel)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all is closed; tearing torch down would take seconds
 
 
 def die_with(parent: int) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rollplex.backends.host.ledger import Ledger
@@ -87,18 +88,26 @@ class _Run:
         self.report.reward = next(iter(self.plan.hosts.values()), "")
 
     def go(self) -> RunResult:
-        (self.out_dir / "logs").mkdir()
-        with ExitStack() as stack:
-            crew = stack.enter_context(Crew(self._processes(), self.out_dir / "logs", self.job.run.threads))
-            tasks = BackgroundTasks(self.feed)
-            controller = Controller(self.plan, crew, tasks, self.job.run.silent_s, self.progress)
-            tasks.pump = controller.pump
-            stack.callback(self._write, controller)
-            try:
-                return self._drive(controller)
-            except BaseException as err:
-                self.report.ended = f"{type(err).__name__}: {err}".splitlines()[0]
-                raise
+        """The engines are gone before anything is written, whether the run ended well or not."""
+        controller: Controller | None = None
+        try:
+            (self.out_dir / "logs").mkdir()
+            with Crew(self._processes(), self.out_dir / "logs", self.job.run.threads) as crew:
+                tasks = BackgroundTasks(self.feed)
+                controller = Controller(self.plan, crew, tasks, self.job.run.silent_s, self.progress)
+                tasks.pump = controller.pump
+                result = self._drive(controller)
+            self._write(controller)
+            return result
+        except BaseException as err:
+            self.report.ended = f"{type(err).__name__}: {err}".splitlines()[0]
+            if controller is not None:
+                with suppress(OSError):  # a full disk must not hide why the run ended
+                    self._write(controller)
+            if isinstance(err, OSError):
+                what = f"cannot write the results of the run: {err.strerror}"
+                raise RunError(what, where=err.filename or self.out_dir, hint="free space on this disk") from None
+            raise
 
     def _processes(self) -> list[ProcessId]:
         kinds = {kind: p for kind, p in self.plan.processes.items() if kind != "controller"}
@@ -145,21 +154,19 @@ class _Run:
         """The actor as a Hugging Face directory: written beside its place, then renamed, so that it is whole or not."""
         partial, final = self.out_dir / "final.partial", self.out_dir / "final"
         controller.ask(Ask("save", str(partial)), of=lambda process: process == TRAIN)
-        try:
-            self.feed.maker.tokenizer.save_pretrained(str(partial))
-            partial.rename(final)
-        except OSError as err:
-            raise RunError(f"cannot write the final weights: {err.strerror}", where=partial) from None
+        self.feed.maker.tokenizer.save_pretrained(str(partial))
+        partial.rename(final)
         return final
 
     def _write(self, controller: Controller) -> None:
-        """What is known now; called however the run ends."""
+        """What is known now; the first iteration, in which workspaces are measured, is left out of the times."""
         report, spans = self.report, controller.timeline.spans
         report.steps_done = self.done
-        report.step_s = sum(row["step_s"] for row in report.metrics) / max(1, self.done)
-        whole = [span for span in spans if span.iteration < self.done]
-        report.times = times_by_window(self.plan, whole)
-        report.overlap = measured_overlap(whole)
+        first = 1 if self.done > 1 else 0
+        report.step_s = fmean(row["step_s"] for row in report.metrics[first:]) if report.metrics else 0.0
+        timed = [span for span in spans if first <= span.iteration < self.done]
+        report.times = times_by_window(self.plan, timed)
+        report.overlap = measured_overlap(timed)
         if self.done:
             report.memory, report.objects = self.memory.windows(self.plan), self.memory.objects(self.plan)
         write_trace(spans, self.out_dir / "trace.json")

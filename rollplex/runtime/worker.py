@@ -60,7 +60,7 @@ def _serve(link: ChildLink) -> None:
     plan = parse_plan(assign.plan)
     job = Job.model_validate(plan.job)
     link.silent_after(job.run.silent_s)
-    be_deterministic(job.run.threads)
+    be_deterministic(job.run.threads, job.run.seed)
     engine = build_engine(plan, job, assign.process, fds)
     state = engine_state(assign.process, plan, job, link, engine)
     _share(link, plan, state)
@@ -70,9 +70,10 @@ def _serve(link: ChildLink) -> None:
     engine.close()  # only here: after an error the process ends, and the kernel takes everything back
 
 
-def be_deterministic(threads: int) -> None:
+def be_deterministic(threads: int, seed: int) -> None:
     """The same bits for the same input: no nondeterministic kernel, a fixed number of threads."""
     torch.set_num_threads(threads)
+    torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     fill_memory: Any = torch.utils.deterministic
     fill_memory.fill_uninitialized_memory = False  # costs time, and our results do not read what they did not write

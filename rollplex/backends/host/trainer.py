@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rollplex.backends.digest import digest
@@ -26,6 +27,7 @@ from rollplex.backends.host.replica import Replica
 from rollplex.backends.host.saved import ALIGN, SavedPolicy
 from rollplex.backends.host.suffix import boundary_leaf, suffix_logprobs
 from rollplex.backends.host.weights import save_weights
+from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Rebuild, Run
@@ -89,7 +91,11 @@ class TrainEngine:
         return EngineReport({"loss": self._loss.total}, tuple(events), tuple(marks))
 
     def save(self, path: Path) -> None:
-        save_weights(path, self._replicas[self.role].weights, config_of(self.job))
+        try:
+            save_weights(path, self._replicas[self.role].weights, config_of(self.job))
+        except (OSError, SafetensorError) as err:
+            hint = "free space on this disk, and run again"
+            raise RunError(f"cannot write the weights: {err}", where=path, hint=hint) from None
 
     def digests(self) -> dict[str, str]:
         replica = self._replicas[self.role]

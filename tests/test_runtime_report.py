@@ -1,0 +1,150 @@
+"""From spans and ledger logs to what a person reads: overlap, times, bytes, the trace and the printed page."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rollplex.backends.engine import EngineReport
+from rollplex.backends.host.ledger import Ledger
+from rollplex.ir.steps import Barrier, Run, Step, Task
+from rollplex.runtime.intervals import common, length
+from rollplex.runtime.metrics import MetricsWriter, running_mean
+from rollplex.runtime.printing import print_report, sparkline
+from rollplex.runtime.protocol import CONTROLLER, ProcessId
+from rollplex.runtime.report import MemoryLog, ObjectBytes, Overlap, Report, WindowBytes, WindowTime, measured_overlap
+from rollplex.runtime.spans import Span
+from rollplex.runtime.trace import trace_events
+
+TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
+INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda p: (min(p), max(p))), max_size=6)
+
+
+def run(task: Task, process: ProcessId, start: float, stop: float, iteration: int = 0) -> Span:
+    step = Run(window="P1 decode", task=task, node=task)
+    return Span(process, iteration, step, int(start * 1e9), int(stop * 1e9))
+
+
+@settings(max_examples=200, deadline=None)
+@given(INTERVALS, INTERVALS)
+def test_lengths_of_interval_sets_are_those_of_the_seconds_they_cover(a: list, b: list) -> None:
+    def seconds(intervals: list[tuple[int, int]]) -> set[int]:
+        return {t for start, stop in intervals for t in range(start, stop)}
+
+    assert length(a) == len(seconds(a))
+    assert common(a, b) == len(seconds(a) & seconds(b)) == common(b, a)
+
+
+def test_hidden_prefix_is_what_ran_while_the_rollout_process_decoded() -> None:
+    """
+    decode    |------------------|          4 s, then 4 s
+    prefix  |----|  |----|    |----|        hidden 1 + 2 + 1 of 6 s;  the second step hides nothing of 2 s
+    """
+    spans = [
+        run("generate", ROLLOUT, 1, 8),
+        run("prefix", TRAIN, 0, 2),
+        run("prefix", TRAIN, 3, 5),
+        run("prefix", TRAIN, 7, 9),
+        run("generate", ROLLOUT, 20, 25, 1),
+        run("prefix", TRAIN, 25, 27, 1),
+    ]
+    overlap = measured_overlap(spans)
+    assert overlap == Overlap(decode_s=6.0, prefix_s=4.0, hidden_s=2.0)
+    assert overlap.hidden_share == 0.5
+    assert measured_overlap([]).hidden_share == 0.0
+
+
+def test_an_arena_must_be_as_planned_to_the_byte_and_a_workspace_within_its_plan() -> None:
+    def row(planned: int, measured: int, temporary: bool) -> bool:
+        return ObjectBytes("w", "o", planned, measured, temporary).as_planned
+
+    assert row(8, 8, temporary=False)
+    assert not row(8, 7, temporary=False)
+    assert not row(8, 9, temporary=False)
+    assert row(8, 7, temporary=True)
+    assert not row(8, 9, temporary=True)
+
+
+def test_an_object_that_the_plan_does_not_have_shows_in_the_window_where_it_was_held() -> None:
+    from runtime_tiny import tiny_plan
+
+    plan, log = tiny_plan(), MemoryLog()
+    ledger = Ledger.create("device 0", 1 << 30, process="train 0")
+    ledger.mark("P2 train-actor")
+    ledger.acquire("stowaway", 4096, "map stowaway")
+    events, marks = ledger.take_log()
+    log.add({TRAIN: EngineReport(events=tuple(events), marks=tuple(marks))})
+    wrong = [row for row in log.objects(plan) if row.object == "stowaway"]
+    assert wrong == [ObjectBytes("P2 train-actor", "stowaway", planned=0, measured=4096, temporary=False)]
+    assert not wrong[0].as_planned
+
+
+def test_the_trace_counts_microseconds_from_the_first_step_and_marks_barriers_once() -> None:
+    barrier: Step = Barrier(window="P1 decode", name="rollout-complete")
+    spans = [
+        run("generate", ROLLOUT, 10.5, 11),
+        Span(CONTROLLER, 0, barrier, int(10e9), int(11e9)),
+        Span(ROLLOUT, 0, barrier, int(11e9), int(11e9)),
+    ]
+    events = list(trace_events(spans))
+    generate = next(e for e in events if e["name"] == "run generate generate mb 0")
+    assert (generate["ts"], generate["dur"], generate["pid"]) == (0.5e6, 0.5e6, 2)
+    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("rollout-complete", 1e6)]
+    windows = [e for e in events if e["ph"] == "X" and e["tid"] == 2]
+    assert [(e["pid"], e["name"], e["dur"]) for e in windows] == [(1, "P1 decode", 1e6), (2, "P1 decode", 0.5e6)]
+    json.dumps(events)
+
+
+def report() -> Report:
+    return Report(
+        "grpo.py:grpo", "rollplex", 3, 3, step_s=1.25, reward="reward",
+        metrics=[{"reward": 0.25}, {"reward": 0.5}, {"reward": 0.75}],
+        times=[WindowTime("P1 decode", "P1", 0.5, 1.0, 0.125)],
+        overlap=Overlap(1.0, 0.5, 0.25),
+        memory=[WindowBytes("P1 decode", 3 << 20, 3 << 20)],
+        objects=[ObjectBytes("P1 decode", "rollout.kv", 3 << 20, 3 << 20, False)],
+    )  # fmt: skip
+
+
+def printed(shown: Report) -> str:
+    out = io.StringIO()
+    print_report(shown, Console(file=out, width=100))
+    return out.getvalue()
+
+
+def test_the_printed_report_has_reward_times_overlap_and_bytes() -> None:
+    text = printed(report())
+    assert "3 of 3 steps, 1.25 s a step" in text
+    assert "reward     0.250 -> 0.750   ▁▄█" in text
+    assert "prefix 0.50 s a step; 0.25 s of it (50%) ran while rollout was decoding" in text
+    assert "memory     as planned: 1 objects equal, 0 workspaces within plan" in text
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_the_printed_report_names_what_was_not_as_planned_and_an_early_end() -> None:
+    shown = report()
+    shown.objects.append(ObjectBytes("P1 decode", "actor.boundary", 4096, 8192, False))
+    shown.ended, shown.steps_done = "EngineError: engine process: train 0 died", 2
+    text = printed(shown)
+    assert "memory     P1 decode: actor.boundary measured 8192, planned 4096 bytes" in text
+    assert "2 of 3 steps, 1.25 s a step (EngineError" in text
+
+
+@pytest.mark.parametrize(("values", "line"), [([0.0, 1.0], "▁█"), ([2.0, 2.0], "▁▁"), ([1.0], "▁")])
+def test_a_sparkline_spans_its_own_range(values: list[float], line: str) -> None:
+    assert sparkline(values) == line
+    assert len(sparkline([float(i) for i in range(1000)])) <= 60
+
+
+def test_metrics_are_on_disk_as_soon_as_their_iteration_ends(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"reward": 0.5})
+        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 0, "reward": 0.5}
+    assert running_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
