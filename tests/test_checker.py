@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import MUTANTS, Mutant
-from mutants.edit import put, steps, summarise, with_object
+from mutants.edit import move, put, steps, summarise, with_object
 from tinyplan import tiny_plan, too_large
 
 from rollplex.ir.checker import RULES, check_plan, verify_plan
 from rollplex.ir.errors import PlanError
-from rollplex.ir.plan import Plan, parse_plan
+from rollplex.ir.plan import LossPlan, Plan, parse_plan
 from rollplex.ir.steps import Barrier, Run, Signal, Step, UpdateChunk, Wait
 
 PLANS = {"rollplex": tiny_plan(), "serial": tiny_plan("serial"), "apart": tiny_plan("apart"), "too large": too_large()}
@@ -125,6 +127,31 @@ def test_saved_state_may_stay_at_the_host_or_be_recomputed() -> None:
     assert check_plan(tiny_plan("serial")) == ()
     assert "saved-state" in kinds(with_object(tiny_plan("serial"), "actor.prefix_saved", recomputable=False))
     assert check_plan(with_object(tiny_plan(), "actor.prefix_saved", recomputable=False)) == ()
+
+
+def wide(plan: Plan, *names: str) -> Plan:
+    """The plan with a loss that mixes these values over all prompts."""
+    nothing: dict[str, tuple[str, ...]] = dict.fromkeys(("forward", "wide", "sliced", "whole"), ())
+    loss = LossPlan(role="actor", loss="loss", step=(), group=(), result="loss", wide_inputs=names, **nothing)
+    return plan.model_copy(update={"loss": loss})
+
+
+def test_a_loss_over_all_prompts_needs_the_values_of_all() -> None:
+    """suffix 0, train 0, suffix 1, train 1: train 0 has its own reference value, a wide loss needs both."""
+    plan = tiny_plan("serial")
+    suffix = next(i for _, i, s in steps(plan, Run) if s.task == "suffix" and s.microbatch == 1)
+    train = next(i for _, i, s in steps(plan, Run) if s.task == "train" and s.microbatch == 1)
+    assert check_plan(wide(plan, "ref_logp")) == ()
+    late = move(plan, "train", suffix, train - 1)
+    assert "missing-value" not in kinds(late)
+    assert "missing-value" in kinds(wide(late, "ref_logp"))
+
+
+def test_the_checker_imports_no_pass_solver_or_tensor() -> None:
+    """It must not share code with what it judges, and a worker or `verify` must not pay for more."""
+    code = "import sys, rollplex.ir.checker; print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "ortools", "networkx", "rollplex.passes", "rollplex.backends", "rollplex.runtime"} & set(out)
 
 
 # ---- robustness

@@ -140,14 +140,16 @@ def check_capacity(facts: Facts, cuts: Cuts, held: Sequence[Spans]) -> Iterator[
     ):
         for window, peak in peaks(cuts, loads(facts, spans)).items():
             if peak.nbytes > capacity:
-                what = f"{device} has {amount(capacity)}; {amount(peak.nbytes)} are live{_live(facts, spans, peak.cut)}"
-                yield Violation(kind, what, nbytes=peak.nbytes - capacity, where=f"{window} ({_state(peak.cut)})")
+                more = peak.nbytes - capacity
+                what = f"{device} has {amount(capacity)}, {amount(peak.nbytes)} are live, {amount(more)} too many"
+                live, where = _live(facts, spans, peak.cut), f"{window} ({_state(peak.cut)})"
+                yield Violation(kind, f"{what} ({live})", nbytes=more, where=where)
 
 
 def _live(facts: Facts, spans: list[Span], cut: Cut) -> str:
     held = {s.object: facts.objects[s.object].bytes for s in spans if s.first <= cut.get(s.process, -1) <= s.last}
     largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))[:4]
-    return " (" + ", ".join(f"{name} {amount(n)}" for name, n in largest) + (", ..)" if len(held) > 4 else ")")
+    return ", ".join([*(f"{name} {amount(n)}" for name, n in largest), *([".."] if len(held) > 4 else [])])
 
 
 def _state(cut: Cut) -> str:

@@ -172,5 +172,5 @@ class Violation:
 
 
 def amount(nbytes: int) -> str:
-    """Bytes for a message: `29.00 GiB`; small ones in bytes, so that one byte too many is seen."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 and nbytes % 2**20 == 0 else f"{nbytes:,} bytes"
+    """Bytes for a message: `29.00 GiB`; less than a quarter of one in bytes."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes:,} bytes"

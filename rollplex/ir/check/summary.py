@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollplex.ir.check.capacity import Cuts
 from rollplex.ir.check.facts import Facts, reads, streams, writes
 from rollplex.ir.check.held import Spans
-from rollplex.ir.check.rules import Violation, amount
+from rollplex.ir.check.rules import Violation
 from rollplex.ir.plan import PlannedObject, WindowSummary
 
 
@@ -33,7 +33,7 @@ def window_bytes(facts: Facts, places: Places) -> Iterator[Violation]:
         live = {o.name: o.bytes for o in facts.objects.values() if w.name in places.hbm.get(o.name, ())}
         for name in sorted({*live, *w.by_object}):
             if w.by_object.get(name, 0) != live.get(name, 0):
-                what = f"says {amount(w.by_object.get(name, 0))} of {name}, {amount(live.get(name, 0))} are mapped"
+                what = f"says {w.by_object.get(name, 0):,} bytes of {name}, {live.get(name, 0):,} are mapped"
                 yield Violation("window-bytes", what, object=name, nbytes=live.get(name, 0), where=w.name)
         if w.hbm_bytes != sum(w.by_object.values()):
             what = f"hbm_bytes are {w.hbm_bytes:,}, by_object sums to {sum(w.by_object.values()):,}"
