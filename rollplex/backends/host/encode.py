@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,11 +21,16 @@ from rollplex.ir.errors import DataError, JobError, Problem
 class PromptMaker:
     """Turns rows of a data set into prompts: `PromptMaker(config, tokenizer, spec)(row)`.
 
-    Needs no weights: positions come from transformers' get_rope_index on a model without any.
+    Needs no weights: positions come from transformers' get_rope_index on a model without any. The frames of the last
+    `clips_kept` media files stay decoded, for data sets that ask several questions about one video.
     """
 
-    def __init__(self, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, spec: VisionSpec) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, spec: VisionSpec, clips_kept: int = 64
+    ) -> None:
         self.spec = spec
+        self._decode_video = lru_cache(clips_kept)(decode_video)
+        self._decode_image = lru_cache(clips_kept)(decode_image)
         self.tokenizer = tokenizer
         self.model = build_model(config, torch.float32)
         self._check_vocabulary(config)
@@ -53,9 +59,9 @@ class PromptMaker:
 
     def _media(self, row: Row) -> tuple[Modality, Clip | None]:
         if row.video is not None:
-            return "video", decode_video(row.video, self.spec.frames)
+            return "video", self._decode_video(row.video, self.spec.frames)
         if row.image is not None:
-            return "image", decode_image(row.image)
+            return "image", self._decode_image(row.image)
         return "text", None
 
     def _assemble(
