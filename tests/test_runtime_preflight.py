@@ -20,7 +20,7 @@ from rollplex.runtime.calls import Call, call_each
 from rollplex.runtime.crew import Crew
 from rollplex.runtime.feed import Feed
 from rollplex.runtime.preflight import make_feed
-from rollplex.runtime.run import run_plan
+from rollplex.runtime.run import execute_plan, run_plan
 from rollplex.runtime.rundir import run_directory
 
 
@@ -73,6 +73,19 @@ def test_a_plan_that_the_checker_refuses(tmp_path: Path) -> None:
     plan = tiny_plan()
     plan = plan.model_copy(update={"programs": {**plan.programs, "train": plan.programs["train"][:-1]}})
     refused(plan, PlanError, "published", tmp_path / "r")
+
+
+def test_a_dtype_that_the_host_backend_does_not_compute_in(tmp_path: Path) -> None:
+    plan = tiny_plan(model={"dtype": "bfloat16"})
+    message = r"model.dtype: backend host computes in float32 or float64, not in bfloat16"
+    refused(plan, RunError, message, tmp_path / "r")
+
+
+def test_a_machine_with_too_little_memory(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    plan = plan.model_copy(update={"summary": plan.summary.model_copy(update={"peak_hbm_bytes": 1 << 50})})
+    with pytest.raises(RunError, match=r"host memory: the run needs 1024.0 TiB of memory .* this machine has .* free"):
+        execute_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "r")
 
 
 # ---- host functions

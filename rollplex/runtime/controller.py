@@ -96,10 +96,6 @@ class Controller:
         self.timeline.rest(CONTROLLER, number)
         self.pump(lambda: self.reports.keys() == self.crew.members.keys())
 
-    def values(self) -> Values:
-        """What the controller's own program made and received in the last iteration."""
-        return self._own.values
-
     def ask(self, what: Ask, of: Callable[[ProcessId], bool] = lambda process: True) -> dict[ProcessId, dict[str, str]]:
         """A question to the processes that `of` picks; their answers."""
         self._answers.clear()

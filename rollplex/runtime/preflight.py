@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollplex.backends.host.planned import in_pool
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
@@ -16,6 +17,7 @@ from rollplex.runtime.feed import Feed, parameters_of
 
 HOST_FUNCTION = Callable[..., Any]
 RUNS_HERE = "host"
+DTYPES = ("float32", "float64")
 
 
 def check_plan(plan: Plan) -> None:
@@ -43,12 +45,34 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
             )
         elif kind != "controller" and process.ranks != 1:
             yield Problem(f"backend host runs one {kind} rank, the plan has {process.ranks}", plan.algorithm)
+    dtype = plan.job["model"]["dtype"]
+    if dtype not in DTYPES:
+        what = f"backend host computes in {' or '.join(DTYPES)}, not in {dtype}"
+        yield Problem(what, "model.dtype", "set model.dtype=float32")
     for feature in plan.not_executable:
         yield Problem(f"no backend executes this plan: {feature}", plan.algorithm)
     for kind, program in plan.programs.items():
         for step in program:
             if isinstance(step, Exchange | Rebuild):
                 yield Problem(f"backend host does not execute `{step.kind} {step.object}` ({kind})", plan.algorithm)
+
+
+def check_machine(plan: Plan) -> None:
+    """Refuse a plan whose device and pool do not fit the memory that this machine has free now."""
+    pool = sum(o.bytes for o in plan.summary.objects if in_pool(o))
+    need, free = plan.summary.peak_hbm_bytes + pool, available_bytes()
+    if need > free:
+        what = (
+            f"the run needs {pretty(need)} of memory ({pretty(plan.summary.peak_hbm_bytes)} for the device, "
+            f"{pretty(pool)} for the pinned pool), this machine has {pretty(free)} free"
+        )
+        raise RunError(what, where="host memory", hint="end other programs, or lower the workload of the job")
+
+
+def available_bytes() -> int:
+    """Memory that programs can still take without swapping: MemAvailable of /proc/meminfo."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(rows["MemAvailable"].split()[0]) * 1024
 
 
 def check_hosts(plan: Plan, hosts: Mapping[str, HOST_FUNCTION]) -> None:

@@ -28,7 +28,7 @@ from rollplex.runtime.events import EnginesReady, IterationDone, Progress, Stopp
 from rollplex.runtime.feed import Feed
 from rollplex.runtime.interrupt import Interrupt
 from rollplex.runtime.metrics import MetricsWriter, draw_curve
-from rollplex.runtime.preflight import HOST_FUNCTION, check_hosts, check_plan, make_feed
+from rollplex.runtime.preflight import HOST_FUNCTION, check_hosts, check_machine, check_plan, make_feed
 from rollplex.runtime.protocol import Ask, ProcessId
 from rollplex.runtime.report import MemoryLog, Report, measured_overlap, times_by_window, write_report
 from rollplex.runtime.rundir import run_directory
@@ -65,6 +65,7 @@ def execute_plan(
 ) -> RunResult:
     """`run_plan` for a plan that has been checked: what is wrong with it now shows where the arenas refuse it."""
     job = Job.model_validate(plan.job)
+    check_machine(plan)
     check_hosts(plan, hosts)
     with run_directory(out_dir):
         feed = make_feed(plan, job, hosts)

@@ -49,7 +49,3 @@ class Timeline:
         """The process is through with an iteration."""
         self.current.pop(process, None)
         self.finished[process] = iteration
-
-    def of(self, iteration: int) -> list[Span]:
-        """The spans of one iteration."""
-        return [span for span in self.spans if span.iteration == iteration]
