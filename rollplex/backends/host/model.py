@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollplex.backends.host.attention import install_attention
 from rollplex.backends.host.precision import keep_double
+from rollplex.backends.host.windows import install_windows
 from rollplex.ir.errors import JobError
 
 HostModel = Any  # a Qwen2_5_VLForConditionalGeneration; its annotations are too loose for a type checker
@@ -50,6 +51,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> HostModel:
     _tie(model)
     _make_buffers_real(model)
     install_attention(model.config.text_config)
+    install_windows(model.config.vision_config)
     if dtype == torch.float64:
         keep_double(model)
     return model.train()
