@@ -143,3 +143,16 @@ def test_the_cases_are_what_their_names_say() -> None:
     assert places["saved in HBM"] == {"hbm"}
     assert places["dropped and recomputed"] == {"dropped"}
     assert places["saved on the host"] == places["frozen tower"] == {"host"}
+
+
+def test_what_the_trainer_writes_is_what_rollout_reads_and_there_is_no_second_copy() -> None:
+    run = InThreads(tiny_plan(), {"reward": luck})
+    written, read = run.train._replicas["actor"].weights, run.rollout._replica.weights
+    assert written.keys() == read.keys()
+    for name, weight in written.items():
+        weight.view(-1)[-1] = 0.625
+        assert read[name].view(-1)[-1] == 0.625
+        assert read[name].data_ptr() != weight.data_ptr()
+    assert run.train.objects.inodes() == run.rollout.objects.inodes()
+    assert {entry.object for entry in run.device.live() if entry.process == "rollout 0"} == set()
+    run.close()

@@ -13,7 +13,7 @@ from runtime_tiny import TIGHT, luck, tiny_plan
 
 from rollplex.ir.errors import EngineError, OutOfMemory, PlanError, RollplexError
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Barrier, Drop, Fetch, Map, Signal, Step, Unmap, UpdateChunk, Wait
+from rollplex.ir.steps import Barrier, Drop, Fetch, Map, Run, Signal, Step, Unmap, UpdateChunk, Wait
 from rollplex.runtime.run import execute_plan
 
 Program = tuple[Step, ...]
@@ -84,6 +84,11 @@ def unmap_snapshot(steps: list[Step]) -> None:
 def chunk_twice(steps: list[Step]) -> None:
     at = _find(steps, UpdateChunk)
     steps[at + 1] = steps[at]
+
+
+def wrong_task(steps: list[Step]) -> None:
+    at = _find(steps, Run, task="prefix")
+    steps[at] = steps[at].model_copy(update={"task": "generate"})
 
 
 tight = tiny_plan(**TIGHT)
@@ -181,6 +186,11 @@ OVER_PROCESSES: dict[str, tuple[Plan, type[RollplexError], str]] = {
     "missing signal": (
         with_program(tight, "controller", drop(Signal, event="prompts")), EngineError,
         r"no process can go on: controller 0 in `wait rollout`; rollout 0 in `wait prompts`; train 0 in `wait prompts`",
+    ),
+    "a bug of ours": (
+        with_program(tight, "train", wrong_task), EngineError,
+        r"train 0 .* in step `run generate reference mb 0`.*: AssertionError: generate is no task of a training rank\n"
+        r"    try: this is a bug of Rollplex: report it with .*/logs/train-0.log",
     ),
     "missing barrier": (
         with_program(tight, "rollout", drop(Barrier, name="published")), EngineError,

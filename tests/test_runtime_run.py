@@ -127,6 +127,19 @@ def test_sigint_ends_the_run_after_its_step_with_everything_written(tmp_path: Pa
     assert psutil.Process().children(recursive=True) == []
 
 
+def test_a_second_sigint_ends_the_run_at_once(tmp_path: Path) -> None:
+    def progress(event: RunEvent) -> None:
+        if isinstance(event, StepEntered) and event.process == TRAIN and event.iteration == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(tiny_plan(run={"steps": 50}), hosts={"reward": luck}, out_dir=tmp_path / "run", progress=progress)
+    assert psutil.Process().children(recursive=True) == []
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (report["steps_done"], report["ended"][:17]) == (1, "KeyboardInterrupt")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_second_run_on_a_used_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
     with pytest.raises(RunError, match=r"the run directory is not empty: it holds metrics.jsonl"):
