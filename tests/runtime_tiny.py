@@ -12,6 +12,7 @@ from examples.grpo import grpo
 from examples.shapes.make import make
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Fetch, UpdateChunk
 from rollplex.passes.pipeline import compile_plan
 
 CONFIG: dict[str, Any] = {
@@ -64,10 +65,6 @@ def data_dir() -> Path:
     return folder
 
 
-# Every mechanism at work: the reference leaves and returns, moments stream from the host, the prefix is offloaded.
-TIGHT: dict[str, Any] = {"cluster": {"capacity_gib": "4.5 MiB"}}
-
-
 def tiny_job(**changes: Any) -> Job:
     """The job; `changes` are top-level sections merged into it: `run={"steps": 2}`, `schedule="serial"`."""
     data = {
@@ -104,3 +101,32 @@ def _compiled(text: str) -> Plan:
 def tiny_plan(**changes: Any) -> Plan:
     """The compiled plan of `tiny_job(**changes)`."""
     return _compiled(tiny_job(**changes).model_dump_json())
+
+
+def tight_plan(responses: int = 2, **changes: Any) -> Plan:
+    """The plan for the smallest device on which every mechanism is at work.
+
+    A part of the reference leaves and returns, moments stream from the host, the saved prefix state is on the host, and
+    suffix steps take `responses` responses at a time.
+    """
+    capacity = 3 << 19
+    for _ in range(60):
+        cluster = {"capacity_gib": f"{capacity // 1024} KiB"}
+        plan = tiny_plan(**{**changes, "cluster": cluster})
+        if plan.infeasible is not None:
+            capacity += max(plan.infeasible.shortfall_bytes, 1 << 14)
+        elif _at_work(plan, responses):
+            return plan
+        else:
+            capacity += 1 << 15
+    raise AssertionError("no capacity at which every mechanism is at work")
+
+
+def _at_work(plan: Plan, responses: int) -> bool:
+    steps = plan.programs["train"]
+    return (
+        plan.summary.chunks.microbatch.suffix_responses == responses
+        and "host" in plan.object("actor.prefix_saved").residency.values()
+        and any(isinstance(s, Fetch) and s.object.startswith("reference.") for s in steps)
+        and any(isinstance(s, UpdateChunk) and "actor.moments" in s.streams for s in steps)
+    )

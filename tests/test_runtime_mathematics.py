@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_threads import TRAIN, InThreads
-from runtime_tiny import luck, tiny_plan
+from runtime_tiny import luck, tight_plan, tiny_plan
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -23,7 +23,8 @@ from rollplex.backends.host.precision import keep_double
 from rollplex.backends.host.prompts import Prompt
 from rollplex.backends.host.rollout import Rollout
 from rollplex.ir.ops import group_normalize
-from rollplex.ir.steps import Run, Step, UpdateChunk
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Run, Step
 from rollplex.runtime.protocol import ProcessId
 
 torch.set_num_threads(1)
@@ -40,24 +41,29 @@ def roles(saved: str, recompute: str, freeze: tuple[str, ...] = ()) -> dict[str,
     return {"actor": {**actor, "freeze": list(freeze)}, "reference": {"score": {"engine": "host"}}}
 
 
+ONE_AT_A_TIME = "one response at a time, state streamed"
 CASES: dict[str, dict[str, Any]] = {
     "saved on the host": {"roles": roles("host", "none")},
     "saved on the host, layers recomputed": {"roles": roles("host", "full")},
     "saved in HBM": {"roles": roles("hbm", "none")},
     "dropped and recomputed": {"roles": roles("dropped", "full")},
     "frozen tower": {"roles": roles("host", "none", ("vision",))},
-    "one response at a time, state streamed": {"roles": roles("host", "full"), "cluster": {"capacity_gib": "7.5 MiB"}},
+    ONE_AT_A_TIME: {"roles": roles("host", "full")},
 }
+
+
+def plan_of(name: str) -> Plan:
+    changes = {**BASE, **CASES[name]}
+    return tight_plan(responses=1, **changes) if name == ONE_AT_A_TIME else tiny_plan(**changes)
 
 
 class Recorded:
     """What a test needs of one step: the gradient before the update, and the values that led to it."""
 
-    def __init__(self, changes: dict[str, Any]) -> None:
-        self.plan = tiny_plan(**{**BASE, **changes})
+    def __init__(self, plan: Plan) -> None:
         self.gradient: Tensor | None = None
         self.values: dict[str, Any] = {}
-        self.run = InThreads(self.plan, {"reward": luck}, self._look)
+        self.run = InThreads(plan, {"reward": luck}, self._look)
         self.before = {name: w.clone() for name, w in self.run.train.trained().weights.items()}
         self.whole = {name: w.clone() for name, w in self.run.rollout._replica.weights.items()}
         self.run.step(0)
@@ -115,7 +121,7 @@ def textbook_loss(model: Any, prompts: PromptBatch, rollout: Rollout, score: Ten
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_and_update_are_those_of_a_whole_sequence_pass_and_of_torch(name: str) -> None:
-    recorded = Recorded(CASES[name])
+    recorded = Recorded(plan_of(name))
     values = recorded.values
     model = oracle(recorded)
     loss = textbook_loss(model, values["prompts"], values["rollout"], values["score"])
@@ -134,15 +140,13 @@ def test_gradient_and_update_are_those_of_a_whole_sequence_pass_and_of_torch(nam
 
 
 def test_the_cases_are_what_their_names_say() -> None:
-    plans = {name: tiny_plan(**{**BASE, **changes}) for name, changes in CASES.items()}
-    last = plans.pop("one response at a time, state streamed")
-    assert last.summary.chunks.microbatch.suffix_responses == 1
-    assert {plan.summary.chunks.microbatch.suffix_responses for plan in plans.values()} == {2}
-    assert any("actor.moments" in step.streams for step in last.programs["train"] if isinstance(step, UpdateChunk))
+    plans = {name: plan_of(name) for name in CASES}
+    sizes = {name: plan.summary.chunks.microbatch.suffix_responses for name, plan in plans.items()}
+    assert sizes == {name: 1 if name == ONE_AT_A_TIME else 2 for name in CASES}
     places = {n: set(p.object("actor.prefix_saved").residency.values()) - {"-"} for n, p in plans.items()}
     assert places["saved in HBM"] == {"hbm"}
     assert places["dropped and recomputed"] == {"dropped"}
-    assert places["saved on the host"] == places["frozen tower"] == {"host"}
+    assert places["saved on the host"] == places["frozen tower"] == places[ONE_AT_A_TIME] == {"host"}
 
 
 def test_what_the_trainer_writes_is_what_rollout_reads_and_there_is_no_second_copy() -> None:

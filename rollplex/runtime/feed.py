@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollplex.backends.engine import Values
 from rollplex.backends.host.batch import PromptBatch
 from rollplex.backends.host.data import Row
 from rollplex.backends.host.encode import PromptMaker
+from rollplex.backends.host.placement import DTYPES
 from rollplex.backends.host.prompts import Prompt
 from rollplex.backends.host.tokens import end_tokens, response_text
 from rollplex.ir.errors import DataError, RunError
@@ -93,7 +95,10 @@ class Feed:
                 where=row.id,
                 hint="raise workload.prompt_tokens, or lower workload.frames or workload.max_pixels",
             )
-        return prompt
+        if prompt.pixel_values is None:
+            return prompt
+        # In the model's dtype from the start: an engine that had to cast them would save a second copy for backward.
+        return replace(prompt, pixel_values=prompt.pixel_values.to(DTYPES[self.job.model.dtype]))
 
     # ---- host functions
 
