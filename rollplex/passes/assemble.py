@@ -138,12 +138,17 @@ def _planned(module: Module, o: StateObject, names: tuple[str, ...]) -> PlannedO
         attached=o.attached,
         host_backed=o.host_backed,
         recomputable=o.recomputable,
-        start=places[names[-1]] if cyclic else "-",
+        start=_start(places[names[0]], places[names[-1]]) if cyclic else "-",
         produced=START if cyclic else o.produced,
         consumed=tuple(w for w in names if w in o.uses),
         residency={w: places.get(w, "-") for w in names},
         why=o.why,
     )
+
+
+def _start(first: Place, last: Place) -> Place:
+    """Where an object is between two iterations: an iteration's end offloads and its start fetches."""
+    return first if first == last else "host"
 
 
 def window_summaries(module: Module, objects: list[PlannedObject]) -> list[WindowSummary]:

@@ -198,7 +198,7 @@ def whole_update(data: Data) -> Chunks:
     """One chunk over resident state: what the schedule without a chunked optimizer does."""
     chosen = data.choices[0]
     optimizer = OptimizerChunks(
-        count=1, elements=data.parameters, bytes=data.parameters * data.element_bytes, workspace_bytes=0
+        count=1, elements=data.parameters, bytes=data.parameters * chunk_bytes_per_element(data.job), workspace_bytes=0
     )
     microbatch = Microbatches(prefix_prompts=1, suffix_responses=chosen.responses, workspace_bytes=dict(chosen.nbytes))
     return Chunks(ChunkSummary(optimizer=optimizer, microbatch=microbatch), dict(chosen.nbytes), ())

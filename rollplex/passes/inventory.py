@@ -12,7 +12,7 @@ from rollplex.ir.plan import Residency
 from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Call, Kind, Schedule
 from rollplex.passes.state import SizeChoice, StateObject, Use
-from rollplex.passes.work import one_response, role_work, shared_tower, trained_parameters
+from rollplex.passes.work import one_response, role_work, shared_tower, trained_parameters, trains_vision
 
 MIN_CHUNKS = 64
 """The residency pass reserves an optimizer workspace of this fineness; chunk-sizes enlarges it where there is room."""
@@ -102,23 +102,21 @@ class Inventory:
 
     def _weights(self) -> Iterator[StateObject]:
         job, role = self.job, self.job.policy
-        reading = (
-            *self.schedule.decode_windows,
-            *self._role_windows(role, "prefix", "train"),
-            *self._windows("update"),
-        )
         shared = not self.off("weight_sharing")
+        decode = self.schedule.decode_windows if shared else ()
+        reading = (*decode, *self._role_windows(role, "prefix", "train"), *self._windows("update", "publish"))
         tp = job.rollout_tp if shared else job.train_tp
         dtype = "BF16" if job.model.dtype == "bfloat16" else job.model.dtype
         readers = ("rollout",) if shared else ()
         yield StateObject(
             f"{role}.snapshot", f"{role} {dtype} {'snapshot' if shared else 'weights'}", "regenerable", role,
-            job.spec.rank_parameters(tp, "language") * job.itemsize, self._uses((*reading, *self._windows("publish"))),
-            readers=readers, always=True, why="one physical copy for both engines, rewritten chunk by chunk in P3",
+            job.spec.rank_parameters(tp, "language") * job.itemsize, self._uses(reading),
+            readers=readers, always=True, why="one copy for both engines, rewritten chunk by chunk in P3",
         )  # fmt: skip
         vision = job.spec.vision_parameters * job.itemsize
         yield StateObject(
-            f"{role}.vision", f"{role} vision tower", "regenerable", role, vision, self._uses(reading),
+            f"{role}.vision", f"{role} vision tower", "regenerable", role, vision,
+            self._uses((*decode, *self._seeing())),
             readers=readers, always=True, why="replicated on every rank",
         )  # fmt: skip
         if shared:
@@ -132,9 +130,18 @@ class Inventory:
         for name, nbytes in (("weights", copy), ("vision", vision)):
             yield StateObject(
                 f"rollout.{name}", f"rollout {dtype} weights" if name == "weights" else "rollout vision tower",
-                "regenerable", role, nbytes, self._uses(self.schedule.decode_windows), process="rollout", always=True,
+                "regenerable", role, nbytes,
+                self._uses((*self.schedule.decode_windows, *(self._windows("publish") if name == "weights" else ()))),
+                process="rollout", always=True,
                 why="a second copy: weight sharing is off",
             )  # fmt: skip
+
+    def _seeing(self) -> tuple[str, ...]:
+        """Windows in which a trainer runs the policy's tower: a frozen one serves the reference's prefix too."""
+        job, role = self.job, self.job.policy
+        if trains_vision(job, role):
+            return (*self._role_windows(role, "prefix", "train"), *self._windows("update"))
+        return self._windows("prefix") if not self.naive else self._role_windows(role, "prefix")
 
     # ---- rollout engine
 

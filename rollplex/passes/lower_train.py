@@ -144,7 +144,7 @@ class TrainProgram(Context):
             yield UpdateChunk(
                 window=at, role=role, index=index, start=start, stop=min(start + chunks.elements, total),
                 reads=self.placed(at, "hbm", *state),
-                writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, "optimizer.workspace"),
+                writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, "optimizer.workspace", *state[1:]),
                 streams=self.placed(at, "host", *state),
             )  # fmt: skip
 

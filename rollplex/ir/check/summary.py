@@ -97,8 +97,7 @@ def uses_table(facts: Facts) -> Iterator[Violation]:
     for at in facts.steps():
         for name in dict.fromkeys([*reads(at.step), *writes(at.step), *streams(at.step)]):
             o = facts.objects[name]
-            resident = set(o.residency.values()) == {"hbm"}
-            if not resident and at.step.window not in (o.produced, *o.consumed):
+            if at.step.window not in (o.produced, *o.consumed):
                 yield Violation("uses-table", f"{name} is not planned to be used here", at, name)
             if name not in produced and o.produced not in ("start", at.step.window):
                 yield Violation("uses-table", f"{name} is planned to be produced in {o.produced}", at, name)
