@@ -41,8 +41,8 @@ def refused(plan: Plan, error: type[RollplexError], match: str, out: Path, hosts
 
 
 def test_an_infeasible_plan(tmp_path: Path) -> None:
-    plan = tiny_plan(cluster={"capacity_gib": "2 MiB"})
-    refused(plan, RunError, r"the plan does not fit: HBM is .* short in window P1 prefix-reference", tmp_path / "r")
+    plan = tiny_plan(cluster={"capacity_gib": "1 MiB"})
+    refused(plan, RunError, r"the plan does not fit: HBM is .* KiB short in window P1 ", tmp_path / "r")
 
 
 def test_another_backend(tmp_path: Path) -> None:
