@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from host_tiny import CONFIG
@@ -15,7 +17,7 @@ from rollplex.backends.host.windows import install_windows
 def test_windows_together_equal_windows_alone(grid: list[list[int]]) -> None:
     """Even and uneven windows, several frames, two videos: features and gradients to 1e-12 in float64."""
     torch.manual_seed(0)
-    config = Qwen2_5_VLConfig.from_dict(CONFIG).vision_config
+    config: Any = Qwen2_5_VLConfig.from_dict(CONFIG).vision_config
     config._attn_implementation = "sdpa"
     tower = Qwen2_5_VisionTransformerPretrainedModel(config).double()
     thw = torch.tensor(grid)

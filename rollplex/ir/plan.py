@@ -203,7 +203,7 @@ class LossPlan(Strict):
     """A loss as data; `step` runs without grad, `group` with grad on one prompt group, `result` summed is the loss.
 
     `wide` values mix the prompts of the whole step (over all ranks) and must be computed from all of them, out of
-    `wide_inputs`; `sliced` values have the prompt dim first and are cut to a group; `whole` values are passed as they are.
+    `wide_inputs`; `sliced` values have the prompt dim first and are cut to a group; `whole` values are passed on.
     """
 
     role: str

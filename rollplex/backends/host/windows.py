@@ -44,8 +44,8 @@ def window_attention(
         return _together(query, key, value, lengths[0], scaling).transpose(0, 1)[None], None
     parts = []
     for length, index in _by_length(bounds, lengths):
-        picked = (t[:, :, index] for t in (query, key, value))
-        parts.append((index, _together(*picked, length, scaling)))
+        q, k, v = (t[:, :, index] for t in (query, key, value))
+        parts.append((index, _together(q, k, v, length, scaling)))
     order = torch.cat([index for index, _ in parts])
     out = torch.cat([part for _, part in parts], dim=1)
     return out[:, torch.argsort(order)].transpose(0, 1)[None], None
