@@ -54,7 +54,7 @@ def test_an_image_gives_the_patches_of_transformers(size: tuple[int, int]) -> No
 
 
 def test_video_patches_by_their_definition() -> None:
-    """Row (t, H, W, mh, mw) holds [channel, frame 2t + dt, y, x] of patch (2H + mh, 2W + mw); an odd count is padded."""
+    """Row (t, H, W, mh, mw) holds [channel, frame 2t + dt, y, x] of patch (2H + mh, 2W + mw); odd counts padded."""
     spec = VisionSpec(patch_size=2)
     frames = torch.arange(3 * 3 * 8 * 12).float().view(3, 3, 8, 12)
     rows, grid = patchify(frames, spec)
