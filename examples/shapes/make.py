@@ -51,7 +51,7 @@ class Scene:
 
 def random_scene(rng: random.Random) -> Scene:
     """A scene whose path stays within the frame."""
-    radius, distance = rng.uniform(11, 17), rng.uniform(30, 44)
+    radius, distance = rng.uniform(10, 14), rng.uniform(40, 54)
     dx, dy = WAYS[way := rng.choice(list(WAYS))]
     room_x, room_y = (SIDE / 2 - radius - abs(d) * distance / 2 - 1 for d in (dx, dy))
     middle = (SIDE / 2 + rng.uniform(-1, 1) * room_x, SIDE / 2 + rng.uniform(-1, 1) * room_y)

@@ -1,10 +1,11 @@
 """A short supervised start for the shapes example: the model learns to see and to answer in form, but not reliably.
 
-python examples/shapes/warm_start.py DATA OUT
+python -m examples.shapes.warm_start DATA OUT
 
-Post-training starts from a trained model. There is none of this size, so this makes one: it learns from answers a share
-of which is wrong, as a model from unfiltered data would, and so answers rightly about half of the time. GRPO then has
-something to raise. OUT is a Hugging Face directory: config.json, model.safetensors, tokenizer.
+Post-training starts from a trained model. There is none of this size, so this makes one: it learns from right answers,
+and at the end from answers of which half are drawn at random, as a model from unfiltered data would. It then knows more
+than it says: sampled, it answers rightly less than half of the time. GRPO has something to raise. OUT is a Hugging Face
+directory: config.json, model.safetensors, tokenizer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.shapes.reward import answer_text
-from rollplex.backends.host.data import read_rows
+from rollplex.backends.host.data import Row, read_rows
 from rollplex.backends.host.encode import PromptMaker
 from rollplex.backends.host.model import bind, build_model, read_config
 from rollplex.backends.host.prompts import Prompt
@@ -32,44 +34,69 @@ from rollplex.backends.host.video import VisionSpec
 from rollplex.backends.host.weights import save_weights
 
 HERE = Path(__file__).parent
-SPEC = VisionSpec(frames=8, min_pixels=84 * 84, max_pixels=84 * 84)
+SPEC = VisionSpec(frames=4, min_pixels=84 * 84, max_pixels=84 * 84)
 IGNORED = -100
+VIDEOS_A_STEP = 8
+RISE_STEPS, DECAY_SHARE = 30, 0.5
+
+Sample = tuple[Prompt, Tensor]
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is learned from: rows by video, and the answers there are to each kind of question."""
+
+    videos: list[list[Row]]
+    answers: dict[str, list[str]]
+    make_prompt: PromptMaker
+    encode: Callable[[str], list[int]]
+
+    @classmethod
+    def of(cls, data: Path, config: dict[str, Any], tokenizer: Any) -> Course:
+        """Read the rows of a JSONL file."""
+        rows = read_rows(data)
+        by_video: dict[Path | None, list[Row]] = {}
+        for row in rows:
+            by_video.setdefault(row.video, []).append(row)
+        kinds = sorted({row.extra["kind"] for row in rows})
+        answers = {kind: sorted({row.answer for row in rows if row.extra["kind"] == kind}) for kind in kinds}
+        maker = PromptMaker(config, tokenizer, SPEC, clips_kept=1000)
+        return cls(list(by_video.values()), answers, maker, lambda t: tokenizer.encode(t, add_special_tokens=False))
+
+    def batch(self, rng: random.Random, wrong: float) -> list[list[Sample]]:
+        """All questions of some videos with their responses, a share `wrong` of the answers drawn at random."""
+        return [list(self._samples(rng, rows, wrong)) for rows in rng.sample(self.videos, VIDEOS_A_STEP)]
+
+    def _samples(self, rng: random.Random, rows: list[Row], wrong: float) -> Iterator[Sample]:
+        for row in rows:
+            answer = rng.choice(self.answers[row.extra["kind"]]) if rng.random() < wrong else row.answer
+            yield self.make_prompt(row), torch.tensor(self.encode(answer_text(answer) + "<|im_end|>"))
 
 
 def warm_start(
     data: Path,
     out: Path,
     *,
-    steps: int = 300,
-    batch: int = 16,
-    lr: float = 2e-3,
+    steps: int = 480,
+    unsure_steps: int = 60,
     wrong: float = 0.5,
+    lr: float = 1e-3,
     seed: int = 0,
     on_step: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> Path:
     """Train from random weights and write `out`; the same seed and thread count give the same weights.
 
-    `wrong` is the share of answers that are replaced by a random one of their kind; `on_step(step, steps, loss)`.
+    In the last `unsure_steps` a share `wrong` of the answers is drawn at random; `on_step(step, steps, loss)`.
     """
     rng = random.Random(seed)
-    config = read_config(HERE / "model")
-    rows = read_rows(data)
-    tokenizer = byte_tokenizer()
-    make_prompt = PromptMaker(config, tokenizer, SPEC, clips_kept=1000)
-    choices = {
-        row.extra["kind"]: sorted({r.answer for r in rows if r.extra["kind"] == row.extra["kind"]}) for row in rows
-    }
+    config, tokenizer = read_config(HERE / "model"), byte_tokenizer()
+    course = Course.of(data, config, tokenizer)
     model, views = random_model(config, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        samples = []
-        for row in rng.sample(rows, batch):
-            answer = rng.choice(choices[row.extra["kind"]]) if rng.random() < wrong else row.answer
-            response = tokenizer.encode(answer_text(answer) + "<|im_end|>", add_special_tokens=False)
-            samples.append((make_prompt(row), torch.tensor(response)))
-        loss = response_loss(model, samples)
+            group["lr"] = lr * min(1.0, (step + 1) / RISE_STEPS, (1 - step / steps) / DECAY_SHARE)
+        loss = response_loss(model, course.batch(rng, wrong if step >= steps - unsure_steps else 0.0))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -95,26 +122,35 @@ def random_model(config: dict[str, Any], seed: int) -> tuple[Any, dict[str, Tens
     return model, views
 
 
-def response_loss(model: Any, samples: Sequence[tuple[Prompt, Tensor]]) -> Tensor:
-    """Mean cross entropy of the response tokens, one padded batch; transformers' own forward."""
-    longest = max(len(p.input_ids) + len(r) for p, r in samples)
+def response_loss(model: Any, videos: Sequence[Sequence[Sample]]) -> Tensor:
+    """Mean cross entropy of the response tokens, one padded batch; each video goes through the tower once."""
+    samples = [(i, prompt, response) for i, part in enumerate(videos) for prompt, response in part]
+    longest = max(len(p.input_ids) + len(r) for _, p, r in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.int64)
     labels = torch.full_like(ids, IGNORED)
     positions = torch.zeros(3, len(samples), longest, dtype=torch.int64)
-    for i, (prompt, response) in enumerate(samples):
+    for i, (_, prompt, response) in enumerate(samples):
         start, stop = len(prompt.input_ids), len(prompt.input_ids) + len(response)
         ids[i, :stop] = torch.cat([prompt.input_ids, response])
         labels[i, start - 1 : stop - 1] = response
         positions[:, i, :start] = prompt.position_ids
         positions[:, i, start:] = torch.arange(prompt.next_position, prompt.next_position + longest - start)
-    hidden = model.model(
-        input_ids=ids,
-        position_ids=positions,
-        pixel_values_videos=torch.cat([p.pixel_values for p, _ in samples if p.pixel_values is not None]),
-        video_grid_thw=torch.cat([p.grid_thw for p, _ in samples if p.grid_thw is not None]),
-        use_cache=False,
+    seen = video_features(model, [part[0][0] for part in videos])[torch.tensor([i for i, _, _ in samples])]
+    embedded = model.model.language_model.embed_tokens(ids)
+    embedded = embedded.masked_scatter((ids == model.config.video_token_id)[..., None], seen)
+    # A dict of no masks: right padding needs none, since nothing that counts looks to its right.
+    hidden = model.model.language_model(
+        inputs_embeds=embedded, position_ids=positions, attention_mask={"full_attention": None}, use_cache=False
     ).last_hidden_state
     return cross_entropy(model.lm_head(hidden[labels != IGNORED]), labels[labels != IGNORED])
+
+
+def video_features(model: Any, prompts: Sequence[Prompt]) -> Tensor:
+    """What the tower makes of videos of one size: [videos, tokens, hidden]."""
+    pixels = torch.cat([p.pixel_values for p in prompts if p.pixel_values is not None])
+    grids = torch.cat([p.grid_thw for p in prompts if p.grid_thw is not None])
+    features = model.model.visual(pixels, grid_thw=grids).pooler_output
+    return features.view(len(prompts), -1, features.shape[-1])
 
 
 def main() -> None:
@@ -122,8 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--wrong", type=float, default=0.5, help="share of answers replaced by a random one")
+    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--wrong", type=float, default=0.5, help="share of random answers at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
