@@ -3,7 +3,7 @@
 python -m examples.shapes.warm_start DATA OUT
 
 Post-training starts from a trained model. There is none of this size, so this makes one: it learns from right answers,
-and at the end from answers of which half are drawn at random, as a model from unfiltered data would. It then knows more
+and at the end from answers of which most are drawn at random, as a model from unfiltered data would. It then knows more
 than it says: sampled, it answers rightly less than half of the time. GRPO has something to raise. OUT is a Hugging Face
 directory: config.json, model.safetensors, tokenizer.
 """
@@ -79,7 +79,7 @@ def warm_start(
     *,
     steps: int = 480,
     unsure_steps: int = 60,
-    wrong: float = 0.5,
+    wrong: float = 0.7,
     lr: float = 1e-3,
     seed: int = 0,
     on_step: Callable[[int, int, float], None] = lambda step, steps, loss: None,
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--wrong", type=float, default=0.5, help="share of random answers at the end")
+    parser.add_argument("--wrong", type=float, default=0.7, help="share of random answers at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
