@@ -9,12 +9,10 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import resource
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,9 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex.backends.base import Arena, Memory
-from rollplex.backends.host.fds import FDS_A_MESSAGE, close_fds, recv_fds, send_fds
 from rollplex.backends.host.memory import HostArena, HostMemory
-from rollplex.ir.errors import EngineError, OutOfMemory, PlanError
+from rollplex.ir.errors import OutOfMemory, PlanError
 
 PAGE = 4096
 MIB = 1 << 20
@@ -71,6 +68,11 @@ def held_bytes(arena: HostArena) -> int:
     blocks = [os.fstat(fd).st_blocks for fd in fds]
     close_fds(fds)
     return 512 * sum(blocks)
+
+
+def close_fds(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def open_fds() -> int:
@@ -208,8 +210,8 @@ def test_another_process_reads_what_the_owner_writes(memory: HostMemory) -> None
 
     def reader() -> None:
         ours.close()
-        header, fds = recv_fds(theirs, timeout_s=10)
-        arena = HostMemory().reserve(header["object"], header["nbytes"])
+        _, fds, _, _ = socket.recv_fds(theirs, 1, 8)
+        arena = HostMemory().reserve("w", 10 * MIB)
         view = arena.view(0, (4,), torch.float64)
         arena.adopt(fds)
         theirs.sendall(b"a")  # adopted; now the owner writes
@@ -221,7 +223,9 @@ def test_another_process_reads_what_the_owner_writes(memory: HostMemory) -> None
     if pid == 0:
         os._exit(child(reader) & 0xFF)
     theirs.close()
-    send_fds(ours, {"object": "w", "nbytes": owner.nbytes}, owner.export())
+    fds = owner.export()
+    socket.send_fds(ours, [b"f"], fds)
+    close_fds(fds)
     assert ours.recv(1) == b"a"
     owner.view(0, (4,), torch.float64).fill_(2.5)
     ours.sendall(b"w")
@@ -330,75 +334,3 @@ def test_pages_vanish_with_a_killed_process(memory: HostMemory) -> None:
     assert child(hold) == -signal.SIGKILL
     assert eventually(lambda: shared_bytes() - before < 64 * MIB)
     assert not [name for name in os.listdir("/dev/shm") if "rollplex" in name]
-
-
-# --- fds over sockets ---
-
-
-def memfds(count: int) -> list[int]:
-    fds = [os.memfd_create(f"f{i}") for i in range(count)]
-    for i, fd in enumerate(fds):
-        os.write(fd, str(i).encode())
-    return fds
-
-
-@pytest.mark.parametrize("count", [0, 1, FDS_A_MESSAGE, 2 * FDS_A_MESSAGE + 3])
-def test_any_number_of_fds_arrives_in_order(count: int) -> None:
-    ours, theirs = socket.socketpair()
-    before = open_fds()
-    sender = threading.Thread(target=send_fds, args=(ours, {"count": count, "text": "ü" * 5000}, memfds(count)))
-    sender.start()
-    header, fds = recv_fds(theirs)
-    sender.join()
-    assert header == {"count": count, "text": "ü" * 5000}
-    assert [int(os.pread(fd, 9, 0)) for fd in fds] == list(range(count))
-    assert not any(os.get_inheritable(fd) for fd in fds)
-    close_fds(fds)
-    assert open_fds() == before  # the sender's copies are closed too
-
-
-def test_messages_survive_partial_reads_and_keep_apart() -> None:
-    """A socket buffer of a few KiB cuts every header into pieces; messages follow each other on one socket."""
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    texts = ["a" * 100_000, "", "b" * 50_000]
-    sender = threading.Thread(target=lambda: [send_fds(ours, {"text": t}, memfds(2)) for t in texts])
-    sender.start()
-    for text in texts:
-        header, fds = recv_fds(theirs)
-        assert header["text"] == text
-        assert [os.pread(fd, 9, 0) for fd in fds] == [b"0", b"1"]
-        close_fds(fds)
-    sender.join()
-
-
-def test_waiting_for_fds_ends() -> None:
-    ours, theirs = socket.socketpair()
-    theirs.settimeout(7)
-    with pytest.raises(EngineError, match=r"no answer within 0\.05 s while receiving file descriptors"):
-        recv_fds(theirs, timeout_s=0.05)
-    assert theirs.gettimeout() == 7
-    ours.sendall(b"\0\0\0\x02\0\0\0\x01{}")  # the header came, the fd never will
-    ours.close()
-    with pytest.raises(EngineError, match="the other end is gone while receiving"):
-        recv_fds(theirs)
-    fds = memfds(1)
-    with pytest.raises(EngineError, match="the other end is gone while sending 1 file"):
-        send_fds(theirs, {}, fds)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fds[0])
-
-
-def test_a_full_fd_table_is_an_error() -> None:
-    ours, theirs = socket.socketpair()
-    send_fds(ours, {}, memfds(40))
-    before, limits = open_fds(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 5, limits[1]))
-    try:
-        with pytest.raises(EngineError, match="of 40 file descriptors arrived"):
-            recv_fds(theirs)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert open_fds() == before

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from rollplex.ir import graph as g
 from rollplex.ir.loading import load_algorithm
-from rollplex.ir.printer import body_lines, print_graph, print_phases
+from rollplex.ir.printer import body_lines, print_graph
 
 IMPORTS = "import torch\nimport rollplex as rx\n\n"
 
@@ -56,15 +56,6 @@ def test_golden_of_the_split_graph():
     ref_logp = reference.suffix(kv_ref, rollout)    # grpo.py:15
     """
     golden.check("grpo_split.txt", print_graph(split(grpo()).graph))
-
-
-def test_golden_of_the_phases():
-    graph = split(grpo()).graph
-    early = {"rollout", "kv_ref", "kv_act"}
-    phases = {n.name: "P1" if n.name in early else "P3" if "update" in n.name else "P2" for n in graph.nodes}
-    text = print_phases(graph, phases)
-    assert max(map(len, text.splitlines())) <= 101
-    golden.check("grpo_phases.txt", text + "\n")
 
 
 def test_the_split_graph_is_a_program_too(tmp_path):

@@ -6,11 +6,32 @@ clip = number(0.2, "clip"); 1 - clip == 0.8; written(1 - clip) == "1 - clip"
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # How tightly an expression binds, as Python has it; the printer shares the scale.
 COMPARE, OR, XOR, AND, SUM, PRODUCT, UNARY, POWER, ATOM = range(1, 10)
+
+# Names in Python's operator module: the symbol, and how tightly it binds.
+BINARY_SYMBOLS: Mapping[str, tuple[str, int]] = {
+    "add": ("+", SUM),
+    "sub": ("-", SUM),
+    "mul": ("*", PRODUCT),
+    "truediv": ("/", PRODUCT),
+    "floordiv": ("//", PRODUCT),
+    "mod": ("%", PRODUCT),
+    "pow": ("**", POWER),
+    "and_": ("&", AND),
+    "xor": ("^", XOR),
+    "or_": ("|", OR),
+    "eq": ("==", COMPARE),
+    "ne": ("!=", COMPARE),
+    "lt": ("<", COMPARE),
+    "le": ("<=", COMPARE),
+    "gt": (">", COMPARE),
+    "ge": (">=", COMPARE),
+}
+UNARY_SYMBOLS: Mapping[str, str] = {"neg": "-", "pos": "+", "invert": "~"}
 
 
 class Float(float):

@@ -1,7 +1,6 @@
-"""Print a graph as the program the user wrote, or by phase.
+"""Print a graph as the program the user wrote.
 
 ratio = torch.exp(logp - rollout.logprobs)                                               # grpo.py:19
-P1  %rollout = generate(actor, %prompts, n=8)                                            :14
 
 Values with the user's names are statements; temporaries that are used once stand where they are used.
 """
@@ -18,40 +17,17 @@ from torch.fx import Graph, Node
 from rollplex.ir import graph as g
 from rollplex.ir import ops
 from rollplex.ir.params import (
-    AND,
     ATOM,
+    BINARY_SYMBOLS,
     COMPARE,
     OR,
-    POWER,
-    PRODUCT,
-    SUM,
     UNARY,
-    XOR,
+    UNARY_SYMBOLS,
     level_of,
     operand_levels,
-    plain,
     written,
 )
-from rollplex.ir.types import StructType
 
-_BINARY: Mapping[str, tuple[str, int]] = {
-    "add": ("+", SUM),
-    "sub": ("-", SUM),
-    "mul": ("*", PRODUCT),
-    "truediv": ("/", PRODUCT),
-    "mod": ("%", PRODUCT),
-    "pow": ("**", POWER),
-    "and_": ("&", AND),
-    "xor": ("^", XOR),
-    "or_": ("|", OR),
-    "eq": ("==", COMPARE),
-    "ne": ("!=", COMPARE),
-    "lt": ("<", COMPARE),
-    "le": ("<=", COMPARE),
-    "gt": (">", COMPARE),
-    "ge": (">=", COMPARE),
-}
-_UNARY: Mapping[str, str] = {"neg": "-", "pos": "+", "invert": "~"}
 # A comparison never stands bare in a comparison: Python would chain them.
 _COMPARED = (OR, OR)
 
@@ -70,8 +46,6 @@ class _Text:
 
 class _Python:
     """Expressions as the user writes them."""
-
-    sigil = ""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -95,7 +69,7 @@ class _Python:
             case Node() if value.meta.get("implicit"):
                 return self.operand(value.args[0])
             case Node() if value.op == "placeholder" or self.is_statement(value):
-                return _Text(self.sigil + value.name)
+                return _Text(value.name)
             case Node():
                 return self.expression(value)
             case tuple() | list():
@@ -137,9 +111,9 @@ class _Python:
             return _Text(f"{self.operand(node.args[0]).within(ATOM)}[{self._index(node.args[1])}]")
         if name == "abs":
             return _Text(f"abs({self.operand(node.args[0]).text})")
-        if name in _UNARY:
-            return _Text(_UNARY[name] + self.operand(node.args[0]).within(UNARY), UNARY)
-        symbol, level = _BINARY[name]
+        if name in UNARY_SYMBOLS:
+            return _Text(UNARY_SYMBOLS[name] + self.operand(node.args[0]).within(UNARY), UNARY)
+        symbol, level = BINARY_SYMBOLS[name]
         left, right = _COMPARED if level == COMPARE else operand_levels(level)
         operands = self.operand(node.args[0]).within(left), self.operand(node.args[1]).within(right)
         return _Text(f"{operands[0]} {symbol} {operands[1]}", level)
@@ -155,26 +129,6 @@ class _Python:
     def _arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
         shown = [self.operand(a).text for a in args]
         return ", ".join([*shown, *(f"{k}={self.operand(v).text}" for k, v in kwargs.items())])
-
-
-class _Phases(_Python):
-    """Expressions of the phase listing: values have a %, models are arguments."""
-
-    sigil = "%"
-
-    def operand(self, value: Any) -> _Text:
-        """Parameters are shown by their values."""
-        return super().operand(plain(value))
-
-    def op(self, node: Node) -> str:
-        """`generate(actor, %prompts, n=8)`."""
-        bound, name = g.bound_arguments(node), g.op_name(node)
-        if g.is_op(node, ops.field):
-            return super().op(node)
-        if g.is_op(node, ops.host):
-            return f"host({', '.join([str(bound['fn']), *(self.operand(a).text for a in bound['args'])])})"
-        inner = self._arguments(node.args[1:] if g.is_model_call(node) else node.args, _given(node))
-        return f"{name}({', '.join(x for x in (g.role(node), inner) if x)})"
 
 
 def _given(node: Node) -> dict[str, Any]:
@@ -228,26 +182,3 @@ def print_graph(graph: Graph, header: bool = True) -> str:
         lines = [("@rx.algorithm", ""), (f"def {prompts.meta['header']}:", str(g.loc(prompts))), *lines]
     width = max((len(text) for text, where in lines if where), default=0)
     return "\n".join(f"{text:<{width}}  # {where}" if where else text for text, where in lines) + "\n"
-
-
-def print_phases(graph: Graph, phases: Mapping[str, str], width: int = 100) -> str:
-    """One line a value, its phase at the left, `attached` or `detached` on boundaries, the user's line at the right."""
-    style = _Phases(graph)
-    nodes = [n for n in graph.nodes if style.is_statement(n)]
-    names = {n: "" if g.is_op(n, ops.update) else f"%{n.name}" for n in nodes}
-    column = max((len(name) for name in names.values()), default=0)
-    ordered = sorted(nodes, key=lambda n: phases.get(n.name, ""))
-    return "\n".join(_phase_line(style, n, phases.get(n.name, "  "), names[n].ljust(column), width) for n in ordered)
-
-
-def _phase_line(style: _Python, node: Node, phase: str, name: str, width: int) -> str:
-    text = f"{phase}  {name} {'=' if name.strip() else ' '} {style.expression(node).text}"
-    found = node.meta.get("type")
-    note = (
-        ("attached" if found.attached else "detached")
-        if isinstance(found, StructType) and found.kind == "Boundary"
-        else ""
-    )
-    where = f":{g.loc(node).line}"
-    left = f"{text:<72}  {note}".rstrip()
-    return f"{left:<{width - len(where)}}{where}" if len(left) + len(where) < width else f"{left}  {where}"

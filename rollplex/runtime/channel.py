@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import sys
 import threading
+from array import array
 from collections.abc import Sequence
 
 _HEADER = struct.Struct("!QI")
 # Both directions share one open file description, hence one O_NONBLOCK flag: no timeout here is ever None.
 _TICK_S = 0.5
+_FD_BYTES = array("i").itemsize
 
 
 class Closed(Exception):
@@ -110,12 +113,13 @@ class Channel:
         while True:
             self._still_open()
             try:
-                data, fds, _, _ = socket.recv_fds(self._reader, 1, 1, socket.MSG_CMSG_CLOEXEC)
+                # socket.recv_fds of Python 3.11 drops its flags, and the fd would be inherited.
+                data, sent, _, _ = self._reader.recvmsg(1, socket.CMSG_LEN(_FD_BYTES), socket.MSG_CMSG_CLOEXEC)
             except TimeoutError:
                 continue
-            if not data or not fds:
+            if not data or not sent:
                 raise Closed
-            return fds[0]
+            return int.from_bytes(sent[0][2][:_FD_BYTES], sys.byteorder)
 
     def _still_open(self) -> None:
         if self._closed:

@@ -8,28 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollplex.ir.params import AND, ATOM, COMPARE, OR, POWER, PRODUCT, SUM, UNARY, XOR, operand_levels
+from rollplex.ir.params import ATOM, BINARY_SYMBOLS, COMPARE, OR, UNARY, UNARY_SYMBOLS, operand_levels
 from rollplex.ir.plan import NodeRecord
 
-_BINARY: Mapping[str, tuple[str, int]] = {
-    "add": ("+", SUM),
-    "sub": ("-", SUM),
-    "mul": ("*", PRODUCT),
-    "truediv": ("/", PRODUCT),
-    "floordiv": ("//", PRODUCT),
-    "mod": ("%", PRODUCT),
-    "pow": ("**", POWER),
-    "and_": ("&", AND),
-    "xor": ("^", XOR),
-    "or_": ("|", OR),
-    "eq": ("==", COMPARE),
-    "ne": ("!=", COMPARE),
-    "lt": ("<", COMPARE),
-    "le": ("<=", COMPARE),
-    "gt": (">", COMPARE),
-    "ge": (">=", COMPARE),
-}
-_UNARY: Mapping[str, str] = {"neg": "-", "pos": "+", "invert": "~"}
 _CALLS = frozenset({"rx.generate", "rx.prefix", "rx.suffix", "rx.logprobs", "rx.host", "rx.update"})
 
 Expression = tuple[str, int]
@@ -131,11 +112,11 @@ class Records:
                 ", ".join(self._operand(i) for i in index) if isinstance(index, list | tuple) else self._operand(index)
             )
             return f"{self._operand(record.args[0], ATOM)}[{inner}]", ATOM
-        if name in _UNARY:
-            return _UNARY[name] + self._operand(record.args[0], UNARY), UNARY
-        if name not in _BINARY:
+        if name in UNARY_SYMBOLS:
+            return UNARY_SYMBOLS[name] + self._operand(record.args[0], UNARY), UNARY
+        if name not in BINARY_SYMBOLS:
             return f"{name}({self._arguments(record.args, record.kwargs)})", ATOM
-        symbol, level = _BINARY[name]
+        symbol, level = BINARY_SYMBOLS[name]
         left, right = (OR, OR) if level == COMPARE else operand_levels(level)
         return f"{self._operand(record.args[0], left)} {symbol} {self._operand(record.args[1], right)}", level
 
