@@ -4,7 +4,7 @@
 # make clean   remove the environment, the example's data, runs and caches
 #
 # Needs python3 (3.11 to 3.13) and make, nothing else. To choose another interpreter: make demo PYTHON=python3.12
-# On Linux, TORCH_INDEX=https://download.pytorch.org/whl/cpu makes torch a CPU build: a much smaller download.
+# On Linux, TORCH_INDEX=URL takes torch from an index of CPU builds, as pytorch.org names it: a much smaller download.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -5,7 +5,7 @@ from __future__ import annotations
 import golden
 import pageplan
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pageplan import GIB, OBJECTS, WINDOWS, planned
 
@@ -126,6 +126,7 @@ def test_seconds_with_the_figures_they_deserve(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
+@example(held=27, capacity=27, peak=28, room=8)
 @given(held=st.integers(0, 200), capacity=st.integers(1, 200), peak=st.integers(0, 200), room=st.integers(8, 90))
 def test_bars_keep_their_length_and_cross_the_mark_only_when_over(
     held: int, capacity: int, peak: int, room: int

@@ -48,7 +48,7 @@ def bar(held: int, capacity: int, peak: int, room: int) -> list[tuple[str, str]]
     scale = (room - 1) / max(capacity, peak, 1)
     end = min(round(scale * capacity), room - 2 if peak > capacity else room - 1)  # where the capacity's mark stands
     if held <= capacity:
-        inside, beyond = round(scale * held), 0
+        inside, beyond = min(round(scale * held), end), 0
     else:
         inside, beyond = end, min(max(round(scale * held) - end, 1), room - 1 - end)
     free, rest = end - inside, room - 1 - end - beyond
