@@ -410,3 +410,13 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [int(text.split()[1]) for text in lines] == [1, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
     assert lines[-1] == "step   40 of 40  reward 0.975  0.50 s"
+
+
+def test_the_shapes_job_needs_its_offloading() -> None:
+    """It fits only because the saved prefix state, larger than the device, leaves it; kept there it does not fit."""
+    plan = api.compile_files(VIDEO, SHAPES).plan
+    saved = plan.object("actor.prefix_saved")
+    assert plan.feasible
+    assert saved.bytes > plan.summary.capacity_bytes
+    assert set(saved.residency.values()) <= {"host", "dropped", "-"}
+    assert not api.compile_files(VIDEO, SHAPES, ["roles.actor.prefix_saved=hbm"]).plan.feasible
