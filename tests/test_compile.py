@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from rollplex.ir.errors import JobError
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan, parse_plan
@@ -153,3 +154,26 @@ def test_every_pass_has_a_name_a_sentence_and_a_fact() -> None:
     assert len(set(names)) == len(names) == 11
     assert all(type(p).__doc__ and p.makes.__doc__ for p in default_pipeline())
     assert all(p.makes.made_by == p.name for p in default_pipeline())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overrides", [("roles.actor.prefix_saved=dropped",), ("cluster.host_memory_gb=700",)])
+def test_a_dropped_prefix_is_made_again_through_a_frozen_tower(overrides: tuple[str, ...]) -> None:
+    """Dropped by wish, or because the pinned pool is small: the prefix backward reads the tower that it runs again."""
+    dropped = compiled(X8, *overrides)
+    assert set(dropped.object("actor.prefix_saved").residency.values()) <= {"dropped", "-"}
+    backward = [s for s in dropped.programs["train"] if isinstance(s, Run) and s.task == "prefix_backward"]
+    assert all("actor.vision" in s.reads for s in backward)
+    assert "P2 train-actor" in dropped.object("actor.vision").consumed
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.chunks=4097", "a whole number from 1 to 4096"),
+        ("cluster.capacity_gib=1e12", "must be at most 1.04858e"),
+    ],
+)
+def test_sizes_beyond_reason_are_refused(override: str, message: str) -> None:
+    """A slip of the pen is a problem of the job, not of the solver."""
+    with pytest.raises(JobError, match=message):
+        load_job(X8, [override])

@@ -113,7 +113,7 @@ def test_a_job_survives_pickle_and_json(tmp_path: Path) -> None:
     capacity=st.none() | st.floats(min_value=1e-9, max_value=1e6),
     kv_bytes=st.integers(0, 2**50),
     lr=st.floats(0, 1),
-    chunks=st.just("auto") | st.integers(1, 10**9),
+    chunks=st.just("auto") | st.integers(1, 4096),
     freeze=st.lists(st.sampled_from(["vision", "language"]), unique=True),
     ablate=st.lists(st.sampled_from(["state_offload", "weight_sharing"]), unique=True),
     algorithm=st.dictionaries(st.text(max_size=5), st.none() | st.booleans() | st.integers() | st.floats(-1, 1)),

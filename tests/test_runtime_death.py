@@ -8,6 +8,7 @@ controller  SIGKILL              SIGKILL                SIGKILL
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -53,6 +54,7 @@ class SignalIn:
 
 def leftovers(out: Path) -> dict[str, Any]:
     """What a run could leave behind: children, descriptors of this process, shared memory, sockets, shared pages."""
+    gc.collect()  # what earlier tests dropped is not this run's
     return {
         "children": psutil.Process().children(recursive=True),
         "fds": sorted(

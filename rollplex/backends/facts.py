@@ -55,6 +55,8 @@ class EngineFacts(Protocol):
     rolls_out: bool
     runs: bool
     """Whether `rollplex run` can execute on it."""
+    overlaps_update: bool
+    """Whether load, update and return of neighbouring optimizer chunks run at the same time."""
     transposed: bool
     """Row-parallel weights may be stored [I, O] and read through a transposed view."""
     split_views: frozenset[str]

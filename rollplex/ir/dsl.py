@@ -134,7 +134,7 @@ def _call(algorithm: Algorithm, prompts: Any, arguments: Mapping[str, Any]) -> N
         algorithm.fn(prompts, **arguments)
     except RollplexError:
         raise
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         lines = [
             f.lineno for f in traceback.extract_tb(err.__traceback__) if f.filename == algorithm.fn.__code__.co_filename
         ]

@@ -14,6 +14,9 @@ Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "wei
 Part = Literal["vision", "language"]
 
 
+MAX_CHUNKS = 4096
+"""Finer optimizer chunks cost more in launches than their transfers take."""
+
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -28,9 +31,9 @@ def _distinct(values: tuple) -> tuple:
 
 
 def _auto_or_count(value: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_CHUNKS):
         return value
-    raise ValueError(f"is {value!r}; expected auto or a whole number of at least 1")
+    raise ValueError(f"is {value!r}; expected auto or a whole number from 1 to {MAX_CHUNKS}")
 
 
 def _plain(value: Any) -> Any:

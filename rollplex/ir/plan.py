@@ -15,6 +15,7 @@ from rollplex.ir.errors import PlanError, Problem
 from rollplex.ir.steps import Step, Strict
 
 SCHEMA_VERSION = 1
+MAX_SLOTS = 65536
 
 StateClass = Literal["permanent", "regenerable", "boundary", "phase-local"]
 Residency = Literal["hbm", "host", "dropped", "-"]
@@ -31,7 +32,7 @@ class PlannedObject(Strict):
     process: str = Field(description="process kind that owns the pages")
     readers: tuple[str, ...] = Field(default=(), description="process kinds that import the pages for the whole run")
     bytes: int = Field(ge=0, description="bytes a GPU, rounded up to pages")
-    slots: int = Field(default=1, ge=1, description="equal parts, one for each microbatch")
+    slots: int = Field(default=1, ge=1, le=MAX_SLOTS, description="equal parts, one for each microbatch")
     attached: bool = False
     host_backed: bool = Field(default=False, description="the pinned pool always holds a valid copy (frozen weights)")
     recomputable: bool = Field(default=False, description="may be dropped and made again before its next use")

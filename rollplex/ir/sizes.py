@@ -39,8 +39,9 @@ def _in_unit(nbytes_per_unit: int):
     return convert
 
 
-Gib = Annotated[float, BeforeValidator(_in_unit(2**30)), Field(ge=0, allow_inf_nan=False)]
-Gb = Annotated[float, BeforeValidator(_in_unit(10**9)), Field(ge=0, allow_inf_nan=False)]
+MOST_GIB, MOST_GB = 2**20, 2**30  # of one GPU, of one node; sizes beyond them are slips of the pen
+Gib = Annotated[float, BeforeValidator(_in_unit(2**30)), Field(ge=0, le=MOST_GIB, allow_inf_nan=False)]
+Gb = Annotated[float, BeforeValidator(_in_unit(10**9)), Field(ge=0, le=MOST_GB, allow_inf_nan=False)]
 
 
 def gib_to_nbytes(gib: float) -> int:

@@ -20,6 +20,9 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
+Name = Annotated[str, Field(min_length=1)]
+
+
 class _Step(Strict):
     window: str = Field(description="name of the window the step belongs to")
 
@@ -28,7 +31,7 @@ class Map(_Step):
     """Attach fresh pages to an object; `imported` binds the pages that the owning process mapped."""
 
     kind: Literal["map"] = "map"
-    object: str
+    object: Name
     imported: bool = False
 
 
@@ -36,7 +39,7 @@ class Unmap(_Step):
     """Detach an object's pages at its last use: its contents are gone unless the host holds a valid copy."""
 
     kind: Literal["unmap"] = "unmap"
-    object: str
+    object: Name
     imported: bool = False
 
 
@@ -44,21 +47,21 @@ class Fetch(_Step):
     """Copy an object from the pinned pool into freshly mapped HBM."""
 
     kind: Literal["fetch"] = "fetch"
-    object: str
+    object: Name
 
 
 class Offload(_Step):
     """Copy an object from HBM into the pinned pool and detach its pages."""
 
     kind: Literal["offload"] = "offload"
-    object: str
+    object: Name
 
 
 class Drop(_Step):
     """Discard a regenerable object or a recomputable saved state: it will be made again before its next use."""
 
     kind: Literal["drop"] = "drop"
-    object: str
+    object: Name
 
 
 Task = Literal["load", "host", "generate", "prefix", "suffix", "train", "prefix_backward", "grad_norm"]
@@ -73,7 +76,7 @@ class Run(_Step):
 
     kind: Literal["run"] = "run"
     task: Task
-    node: str = Field(description="graph node the task executes")
+    node: Name = Field(description="graph node the task executes")
     role: str = ""
     microbatch: int = 0
     reads: tuple[str, ...] = ()
@@ -87,7 +90,7 @@ class Signal(_Step):
     """Announce an event; processes that wait for it receive the values it carries."""
 
     kind: Literal["signal"] = "signal"
-    event: str
+    event: Name
     carries: tuple[str, ...] = ()
 
 
@@ -95,14 +98,14 @@ class Wait(_Step):
     """Block until the event has been signalled in this iteration."""
 
     kind: Literal["wait"] = "wait"
-    event: str
+    event: Name
 
 
 class Barrier(_Step):
     """All processes meet; the three barriers of paper section 3.1 are rollout-complete, theta-quiet and published."""
 
     kind: Literal["barrier"] = "barrier"
-    name: str
+    name: Name
 
 
 class Exchange(_Step):
@@ -111,7 +114,7 @@ class Exchange(_Step):
     kind: Literal["exchange"] = "exchange"
     group: str
     op: Literal["all_reduce", "all_gather"]
-    object: str
+    object: Name
     nbytes: int = Field(description="bytes a GPU receives")
 
 
@@ -132,7 +135,7 @@ class Rebuild(_Step):
     """Copy and permute the case-3 tensors of a snapshot into the buffer that the rollout engine reads."""
 
     kind: Literal["rebuild"] = "rebuild"
-    object: str
+    object: Name
     reads: tuple[str, ...] = ()
 
 
@@ -140,7 +143,7 @@ class Publish(_Step):
     """Declare the rewritten snapshot to be theta_k+1: from here on it may be read again."""
 
     kind: Literal["publish"] = "publish"
-    object: str
+    object: Name
 
 
 Step = Annotated[

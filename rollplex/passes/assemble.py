@@ -20,6 +20,7 @@ from rollplex.ir.plan import (
 from rollplex.ir.plan import (
     Residency as Place,
 )
+from rollplex.ir.steps import touched
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
 from rollplex.passes.layout import Layout
@@ -126,6 +127,8 @@ def planned_objects(module: Module) -> list[PlannedObject]:
 def _planned(module: Module, o: StateObject, names: tuple[str, ...]) -> PlannedObject:
     places = module[Residency].places[o.name]
     cyclic = o.always or o.produced == START
+    # A dropped prefix is made again through a frozen tower: a use that only residency decides on.
+    used = {s.window for s in module[Programs].steps["train"] if o.name in touched(s)}
     return PlannedObject(
         name=o.name,
         title=o.title,
@@ -140,7 +143,7 @@ def _planned(module: Module, o: StateObject, names: tuple[str, ...]) -> PlannedO
         recomputable=o.recomputable,
         start=_start(places[names[0]], places[names[-1]]) if cyclic else "-",
         produced=START if cyclic else o.produced,
-        consumed=tuple(w for w in names if w in o.uses),
+        consumed=tuple(w for w in names if w in o.uses or w in used),
         residency={w: places.get(w, "-") for w in names},
         why=o.why,
     )

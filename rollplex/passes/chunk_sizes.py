@@ -25,10 +25,17 @@ from typing import ClassVar
 from ortools.sat.python import cp_model
 
 from rollplex.ir.job import Job
+from rollplex.ir.job_schema import MAX_CHUNKS
 from rollplex.ir.module import Module
 from rollplex.ir.plan import ChunkSummary, Microbatches, OptimizerChunks, SolverResult
 from rollplex.passes.costs import Costs
-from rollplex.passes.inventory import MIN_CHUNKS, chunk_bytes_per_element, pages, state_itemsize
+from rollplex.passes.inventory import (
+    MIN_CHUNKS,
+    chunk_bytes_per_element,
+    chunks_in_flight,
+    pages,
+    state_itemsize,
+)
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Objective, Solution, minimise
@@ -40,7 +47,6 @@ ALIGN = 64
 IN_PLACE_COPIES = 2
 """Temporaries of Adam on resident state, in elements: the update's numerator and denominator."""
 LAUNCH_US = 300
-MAX_CHUNKS = 4096
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def gather(module: Module) -> Data:
     return Data(
         job=job,
         parameters=trained_parameters(job, job.policy),
-        in_flight=job.optimizer.in_flight if streamed else 1,
+        in_flight=chunks_in_flight(job) if streamed else 1,
         element_bytes=chunk_bytes_per_element(job) if streamed else IN_PLACE_COPIES * state_itemsize(job),
         room=room,
         choices=lifetimes.choices,

@@ -33,6 +33,11 @@ def chunk_bytes_per_element(job: Job) -> int:
     return 4 * state_itemsize(job)
 
 
+def chunks_in_flight(job: Job) -> int:
+    """Optimizer chunks whose load, update and return overlap: one where the engine takes them one after the other."""
+    return job.optimizer.in_flight if load_facts(job.trainer(job.policy).engine).overlaps_update else 1
+
+
 @dataclass(frozen=True)
 class Inventory:
     """Makes the objects of one job under one schedule."""
@@ -265,6 +270,6 @@ class Inventory:
                 always=self.naive, options=options, why="streamed through the update, never discarded",
             )  # fmt: skip
         if not (self.naive or whole):
-            nbytes = job.optimizer.in_flight * -(-parameters // MIN_CHUNKS) * chunk_bytes_per_element(job)
+            nbytes = chunks_in_flight(job) * -(-parameters // MIN_CHUNKS) * chunk_bytes_per_element(job)
             workspace = self._workspace("optimizer.workspace", "optimizer chunks in flight", nbytes, update)
             yield workspace

@@ -67,12 +67,14 @@ class TrainProgram(Context):
         """Weights that a role's model reads in a window; a frozen tower may be the policy's own."""
         frozen = window.role != self.policy
         own = (f"{window.role}.weights",) if frozen else (f"{window.role}.snapshot",)
-        tower = (
-            f"{window.role}.vision" if f"{window.role}.vision" in self.module[Lifetimes] else f"{self.policy}.vision"
-        )
+        tower = self._tower(window.role)
         if window.kind == "prefix" or (window.kind == "train" and trains_vision(self.module.job, window.role)):
             own = (*own, tower)
         return self.placed(window.name, "hbm", *own)
+
+    def _tower(self, role: str) -> str:
+        own = f"{role}.vision"
+        return own if own in self.module[Lifetimes] else f"{self.policy}.vision"
 
     def _prefix(self, window: Window, microbatch: int) -> Step:
         call, role, at = self._call(window), window.role, window.name
@@ -126,9 +128,12 @@ class TrainProgram(Context):
         role, at = window.role, window.name
         saved = f"{role}.prefix_saved"
         prefix = next(c for c in self.schedule.calls if c.op == "prefix" and c.role == role)
+        # What was dropped is made again from the pixels, through a tower that may itself be frozen.
+        dropped = self.place(saved, at) == "dropped" and not trains_vision(self.module.job, role)
+        again = self.placed(at, "hbm", self._tower(role)) if dropped else ()
         return Run(
             window=at, task="prefix_backward", node=prefix.node, role=role, microbatch=microbatch,
-            reads=(*self._weights(window), *self.placed(at, "hbm", f"{role}.boundary", saved)),
+            reads=(*self._weights(window), *again, *self.placed(at, "hbm", f"{role}.boundary", saved)),
             writes=self.placed(at, "hbm", f"{role}.gradients", "train.activations"),
             streams=self.placed(at, "host", saved), inputs=(self.prompts,),
         )  # fmt: skip

@@ -207,9 +207,13 @@ class Controller:
                 raise death.silent(member, self.timeline)
 
     def _look_for_deadlock(self) -> None:
-        """Nobody runs, nobody is on the way: every process waits for what only another waiting process could give."""
+        """Nobody runs, nobody is on the way: every process waits for what only another waiting process could give.
+
+        A process that has not entered a step of this iteration is on the way; one that has reported is not.
+        """
         waiting = {process: step for process, (_, step) in self.timeline.current.items() if self._blocked(step)}
-        if waiting and waiting.keys() == self.timeline.current.keys():
+        on_the_way = self.crew.members.keys() - waiting.keys() - self.reports.keys()
+        if CONTROLLER in waiting and not on_the_way:
             who = "; ".join(f"{process} in `{describe(step)}`" for process, step in sorted(waiting.items()))
             hint = "verify the plan with `rollplex verify`: a signal is missing, or barriers are crossed"
             raise EngineError(f"no process can go on: {who}", where="deadlock", hint=hint)

@@ -18,6 +18,7 @@ class HostFacts:
     trains: bool = True
     rolls_out: bool = True
     runs: bool = True
+    overlaps_update: bool = False
     transposed: bool = True
     split_views: frozenset[str] = frozenset({"gate_up"})
 

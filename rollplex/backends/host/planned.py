@@ -167,4 +167,5 @@ class PlannedObjects:
 
     def _stored(self, o: PlannedObject) -> StoredObject:
         slot = self.pool.slot(o.name) if o.name in self.owned and in_pool(o) else None
-        return StoredObject(o.name, o.class_, o.bytes, self._arenas[o.name], slot, o.recomputable)
+        arena = self._arenas[o.name]
+        return StoredObject(o.name, o.class_, o.bytes, arena, slot, o.recomputable, host_backed=o.host_backed)

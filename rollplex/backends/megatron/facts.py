@@ -79,6 +79,7 @@ class MegatronFacts:
     trains: bool = True
     rolls_out: bool = False
     runs: bool = False
+    overlaps_update: bool = True
     transposed: bool = True
     split_views: frozenset[str] = frozenset({"gate_up"})
 

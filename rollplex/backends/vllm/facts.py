@@ -17,6 +17,7 @@ class VllmFacts:
     trains: bool = False
     rolls_out: bool = True
     runs: bool = False
+    overlaps_update: bool = False
     transposed: bool = True
     split_views: frozenset[str] = frozenset()
 
