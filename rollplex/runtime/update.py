@@ -2,7 +2,7 @@
 
 gradients  master  moments        where the plan has them: pages, or their slots in the pinned pool
     \\        |       /
-     workspace slot i % in flight        ->  state written back, weights cast into the shared snapshot
+           workspace                     ->  state written back, weights cast into the shared snapshot
 """
 
 from __future__ import annotations
