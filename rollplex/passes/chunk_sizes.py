@@ -34,7 +34,7 @@ from rollplex.passes.inventory import (
     chunk_bytes_per_element,
     chunks_in_flight,
     pages,
-    state_itemsize,
+    workspace_bytes_per_element,
 )
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
@@ -44,8 +44,6 @@ from rollplex.passes.work import trained_parameters
 
 ALIGN = 64
 """Chunks begin at multiples of this many elements, so that vector kernels see the same lanes for any chunk size."""
-IN_PLACE_COPIES = 2
-"""Temporaries of Adam on resident state, in elements: the update's numerator and denominator."""
 LAUNCH_US = 300
 
 
@@ -96,7 +94,7 @@ def gather(module: Module) -> Data:
         job=job,
         parameters=trained_parameters(job, job.policy),
         in_flight=chunks_in_flight(job) if streamed else 1,
-        element_bytes=chunk_bytes_per_element(job) if streamed else IN_PLACE_COPIES * state_itemsize(job),
+        element_bytes=workspace_bytes_per_element(job, streamed),
         room=room,
         choices=lifetimes.choices,
         windows_of={o.name: tuple(o.uses) for o in lifetimes.objects},

@@ -14,6 +14,8 @@ from rollplex.passes.schedule import Call, Kind, Schedule
 from rollplex.passes.state import SizeChoice, StateObject, Use
 from rollplex.passes.work import one_response, role_work, shared_tower, trained_parameters, trains_vision
 
+ADAM_TEMPORARIES = 2
+"""Elements that torch's Adam allocates for each it updates: numerator and denominator of the step."""
 MIN_CHUNKS = 64
 """The residency pass reserves an optimizer workspace of this fineness; chunk-sizes enlarges it where there is room."""
 
@@ -31,6 +33,13 @@ def state_itemsize(job: Job) -> int:
 def chunk_bytes_per_element(job: Job) -> int:
     """Master, two moments and gradient of one parameter in flight."""
     return 4 * state_itemsize(job)
+
+
+def workspace_bytes_per_element(job: Job, streamed: bool) -> int:
+    """What one parameter of a chunk takes in flight: its streamed state, and what torch's Adam allocates."""
+    fused = load_facts(job.trainer(job.policy).engine).overlaps_update
+    temporaries = 0 if fused and streamed else ADAM_TEMPORARIES * state_itemsize(job)
+    return temporaries + (chunk_bytes_per_element(job) if streamed else 0)
 
 
 def chunks_in_flight(job: Job) -> int:
@@ -270,6 +279,7 @@ class Inventory:
                 always=self.naive, options=options, why="streamed through the update, never discarded",
             )  # fmt: skip
         if not (self.naive or whole):
-            nbytes = chunks_in_flight(job) * -(-parameters // MIN_CHUNKS) * chunk_bytes_per_element(job)
+            element = workspace_bytes_per_element(job, streamed=True)
+            nbytes = chunks_in_flight(job) * -(-parameters // MIN_CHUNKS) * element
             workspace = self._workspace("optimizer.workspace", "optimizer chunks in flight", nbytes, update)
             yield workspace
