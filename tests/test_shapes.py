@@ -29,11 +29,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def middle(frame: np.ndarray) -> np.ndarray:
-    """Where the shape is: the centre (x, y) of what is clearly brighter than the background."""
-    bright = frame.max(axis=-1).astype(float) - np.median(frame)
-    y, x = np.nonzero(bright > 60)
-    return np.array([x.mean(), y.mean()])
+def shape_of(frame: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Centre (x, y) and mean colour of what is clearly brighter than the background."""
+    y, x = np.nonzero(frame.max(axis=-1).astype(float) - np.median(frame) > 60)
+    return np.array([x.mean(), y.mean()]), frame[y, x].mean(axis=0)
 
 
 def test_every_video_shows_what_its_answers_say(data: Path) -> None:
@@ -44,12 +43,11 @@ def test_every_video_shows_what_its_answers_say(data: Path) -> None:
     for row in rows:
         assert row.video is not None
         frames = decode_video(row.video, FRAMES).frames
-        moved = middle(frames[-1]) - middle(frames[0])
+        (start, seen), (end, _) = shape_of(frames[0]), shape_of(frames[-1])
+        moved = end - start
         way = max(WAYS, key=lambda w: float(np.dot(moved, WAYS[w])))
         assert way == answers[row.video, "way"]
-        x, y = middle(frames[0]).round().astype(int)
-        seen = frames[0][y, x].astype(int)
-        nearest = min(COLOURS, key=lambda c: int(np.abs(seen - np.array(COLOURS[c])).sum()))
+        nearest = min(COLOURS, key=lambda c: float(np.abs(seen - np.array(COLOURS[c])).sum()))
         assert nearest == answers[row.video, "colour"]
 
 

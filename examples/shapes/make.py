@@ -1,6 +1,6 @@
 """Make a small video question set: a coloured shape moves across the frame; every answer can be checked by rule.
 
-python examples/shapes/make.py OUT --videos 400 --heldout 60 --seed 0
+python examples/shapes/make.py OUT --videos 500 --heldout 60 --seed 0
 
 OUT/train.jsonl  OUT/heldout.jsonl  OUT/clips/0000.mp4 ..   (mpeg4 files of 16 frames, 84 x 84 pixels, 8 a second)
 {"video": "clips/0000.mp4", "question": "Which way does the shape move?", "answer": "left", "kind": "way"}
@@ -23,7 +23,7 @@ SIDE, FRAMES, RATE = 84, 16, 8
 DRAWN_LARGER = 3  # frames are drawn three times as large and scaled down: smooth edges, motion by fractions of a pixel
 
 COLOURS = {"red": (220, 50, 50), "green": (60, 190, 80), "blue": (70, 100, 240), "yellow": (240, 210, 60)}
-SHAPES = ("circle", "square", "triangle")
+SHAPES = ("ring", "square", "triangle")
 WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 QUESTIONS = {
     "way": ("Which way does the shape move?", "In which direction does it go?"),
@@ -107,8 +107,8 @@ def _draw(scene: Scene, x: float, y: float) -> np.ndarray:
     image = Image.new("RGB", (SIDE * k, SIDE * k), (scene.background,) * 3)
     draw = ImageDraw.Draw(image)
     box = [(x - r) * k, (y - r) * k, (x + r) * k, (y + r) * k]
-    if scene.shape == "circle":
-        draw.ellipse(box, fill=COLOURS[scene.colour])
+    if scene.shape == "ring":
+        draw.ellipse(box, outline=COLOURS[scene.colour], width=round(0.4 * r * k))
     elif scene.shape == "square":
         draw.rectangle(box, fill=COLOURS[scene.colour])
     else:
@@ -120,7 +120,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--videos", type=int, default=400)
+    parser.add_argument("--videos", type=int, default=500)
     parser.add_argument("--heldout", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

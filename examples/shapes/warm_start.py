@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 SPEC = VisionSpec(frames=4, min_pixels=84 * 84, max_pixels=84 * 84)
 IGNORED = -100
 VIDEOS_A_STEP = 8
-RISE_STEPS, DECAY_SHARE = 30, 0.5
+RISE_STEPS, DECAY_SHARE = 30, 0.7
 
 Sample = tuple[Prompt, Tensor]
 
@@ -77,7 +77,7 @@ def warm_start(
     data: Path,
     out: Path,
     *,
-    steps: int = 480,
+    steps: int = 600,
     unsure_steps: int = 60,
     wrong: float = 0.7,
     lr: float = 1e-3,
@@ -158,10 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--wrong", type=float, default=0.7, help="share of random answers at the end")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="more gain nothing at this size")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     columns = (TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
