@@ -128,7 +128,8 @@ AFTER = ["-({})", "2 * ({})", "({}) / rollout.mask.sum()", "({}) + score.mean()"
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.sampled_from(ROWS), max_size=4),
+    # exp of exp overflows, and nan equals nothing.
+    st.lists(st.sampled_from(ROWS), max_size=4).filter(lambda rows: sum("exp" in r for r in rows) <= 1),
     st.lists(st.sampled_from(ENDS), min_size=1, max_size=2),
     st.lists(st.sampled_from(AFTER), max_size=4),
 )

@@ -207,7 +207,7 @@ class Job(Section):
         assert policy.train is not None
         assert policy.rollout is not None
         rows = (
-            ("model", f"{self.spec.name}, {self.spec.parameters / 1e9:.2f} B parameters", "cluster", self._cluster()),
+            ("model", f"{self.spec.name}, {_parameters(self.spec.parameters)}", "cluster", self._cluster()),
             (
                 "roles",
                 f"{self.policy} {_engine(policy.train)} -> {_engine(policy.rollout)} x {self.engines} (q = {self.q})",
@@ -229,6 +229,11 @@ class Job(Section):
 
     def _schedule(self) -> str:
         return self.schedule + (f" without {', '.join(self.ablate)}" if self.ablate else "")
+
+
+def _parameters(count: int) -> str:
+    scale, unit = (1e9, "B") if count >= 1e8 else (1e6, "M")
+    return f"{count / scale:.2f} {unit} parameters"
 
 
 def _engine(section: Any) -> str:

@@ -20,6 +20,7 @@ from rollplex.ir.plan import (
 from rollplex.ir.plan import (
     Residency as Place,
 )
+from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import touched
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
@@ -180,7 +181,7 @@ def warnings(module: Module) -> list[str]:
     for o in module[Lifetimes].objects:
         fetches = _fetches(module, o)
         if o.host_backed and fetches:
-            found.append(f"{o.title} ({o.nbytes / 2**30:.1f} GiB) return to HBM {fetches}x a step")
+            found.append(f"{o.title} ({pretty(o.nbytes)}) return to HBM {fetches}x a step")
     if job.spec.vision and job.workload.max_pixels is None and job.workload.frames:
         found.append(f"no workload.max_pixels: every prompt token may be visual, {patches(job)} patches a prompt")
     if job.workload.response_median is None:
