@@ -6,6 +6,7 @@ plan = read_plan("plan.json"); plan.summary.peak_hbm_bytes; plan.programs["train
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,6 +199,19 @@ class NodeRecord(Strict):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     loc: str = ""
     phase: str = ""
+
+
+def references(value: Any) -> Iterator[str]:
+    """Names that encoded arguments of a record refer to, {"ref": name}, as often as they stand there."""
+    match value:
+        case {"ref": str(name)}:
+            yield name
+        case dict():
+            for item in value.values():
+                yield from references(item)
+        case list() | tuple():
+            for item in value:
+                yield from references(item)
 
 
 class LossPlan(Strict):

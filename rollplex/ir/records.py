@@ -18,7 +18,7 @@ from rollplex.ir import graph as g
 from rollplex.ir.errors import PlanError
 from rollplex.ir.ops import OPS
 from rollplex.ir.params import plain
-from rollplex.ir.plan import NodeRecord
+from rollplex.ir.plan import NodeRecord, references
 from rollplex.ir.torch_ops import TORCH_OPS
 
 _DTYPES = {
@@ -82,19 +82,6 @@ def decode(value: Any, env: Mapping[str, Any]) -> Any:
             return tuple(decode(v, env) for v in value)
         case _:
             return value
-
-
-def references(value: Any) -> Iterable[str]:
-    """The names that an encoded argument refers to."""
-    match value:
-        case {"ref": str(name)}:
-            yield name
-        case dict():
-            for item in value.values():
-                yield from references(item)
-        case tuple() | list():
-            for item in value:
-                yield from references(item)
 
 
 def inputs_of(record: NodeRecord) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollplex.ir.params import ATOM, BINARY_SYMBOLS, COMPARE, OR, UNARY, UNARY_SYMBOLS, operand_levels
-from rollplex.ir.plan import NodeRecord
+from rollplex.ir.plan import NodeRecord, references
 
 _CALLS = frozenset({"rx.generate", "rx.prefix", "rx.suffix", "rx.logprobs", "rx.host", "rx.update"})
 
@@ -24,7 +24,7 @@ class Records:
         self.by_name = {r.name: r for r in records}
         self._users: dict[str, list[NodeRecord]] = {}
         for record in records:
-            for name in _references((record.args, record.kwargs)):
+            for name in references((record.args, record.kwargs)):
                 self._users.setdefault(name, []).append(record)
 
     def statements(self) -> list[NodeRecord]:
@@ -124,18 +124,5 @@ class Records:
         return ", ".join(self._operand(i) for i in (index if isinstance(index, list | tuple) else (index,)))
 
 
-def _references(value: Any) -> Iterable[str]:
-    """Every reference in encoded arguments, as often as it stands there."""
-    match value:
-        case {"ref": str(name)}:
-            yield name
-        case dict():
-            for item in value.values():
-                yield from _references(item)
-        case list() | tuple():
-            for item in value:
-                yield from _references(item)
-
-
 def _first_reference(record: NodeRecord) -> str:
-    return next(iter(_references(record.args)), "")
+    return next(iter(references(record.args)), "")

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rollplex.backends.host.sizes import ALIGN
 from rollplex.ir.errors import OutOfMemory
-
-ALIGN = 64
 
 
 @dataclass(frozen=True)

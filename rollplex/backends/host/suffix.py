@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from rollplex.backends.host.attention import causal_after_prefix
 from rollplex.backends.host.model import HostModel, set_recompute
 from rollplex.backends.host.prompts import Prompt
-
-LOGIT_ROWS = 256
+from rollplex.backends.host.sizes import LOGIT_ROWS
 
 
 def boundary_leaf(kv: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from rollplex.ir.check.rules import At
 from rollplex.ir.plan import BARRIERS, Plan, PlannedObject
@@ -138,19 +137,6 @@ class Facts:
         if isinstance(step, Run) and step.task in BY_GROUP and o.slots > 1:
             return frozenset({step.microbatch})
         return frozenset(range(o.slots))
-
-
-def references(value: Any) -> Iterator[str]:
-    """Names in encoded arguments of a graph node: {"ref": name}."""
-    match value:
-        case {"ref": str(name)}:
-            yield name
-        case dict():
-            for item in value.values():
-                yield from references(item)
-        case list() | tuple():
-            for item in value:
-                yield from references(item)
 
 
 def reads(step: Step) -> tuple[str, ...]:

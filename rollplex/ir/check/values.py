@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rollplex.ir.check.facts import BY_GROUP, ROLLOUT_COMPLETE, Facts, references
+from rollplex.ir.check.facts import BY_GROUP, ROLLOUT_COMPLETE, Facts
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.plan import references
 from rollplex.ir.steps import Run, Signal, Wait
 
 WHOLE = -1
