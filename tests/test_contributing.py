@@ -14,7 +14,6 @@ import torch
 import rollplex.backends
 import rollplex.passes
 from rollplex import api
-from rollplex.ir import job_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
@@ -75,7 +74,6 @@ def test_add_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "__init__.py").write_text("")
     (folder / "facts.py").write_text(blocks("Add a backend")[0])
     monkeypatch.setattr(rollplex.backends, "__path__", [*rollplex.backends.__path__, str(tmp_path)])
-    monkeypatch.setitem(job_checks.ENGINES, "train", (*job_checks.ENGINES["train"], "half"))
     grpo = str(ROOT / "examples/grpo.py")
     whole, half = (
         api.compile_files(grpo, JOB, [f"roles.actor.train.engine={e}"]).plan.object("actor.prefix_saved").bytes

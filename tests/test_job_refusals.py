@@ -195,7 +195,7 @@ RULES = {
     ),
     "engine": (
         [("engine: vllm", "engine: sglang")],
-        "job.yaml:13: no rollout engine `sglang`\n    try: one of vllm, host",
+        "job.yaml:13: no rollout engine `sglang`\n    try: one of host, vllm",
     ),
     "host engine on a gpu": (
         [("engine: vllm", "engine: host")],

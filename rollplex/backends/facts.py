@@ -6,14 +6,10 @@ A backend is found by its name: `rollplex.backends.<name>.facts` holds `FACTS`, 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Protocol
 
-from rollplex.ir.errors import JobError
+from rollplex.ir.engines import engine
 from rollplex.ir.models import ModelSpec
 
 
@@ -96,11 +92,4 @@ def rank_range(rows: int, tp: int, rank: int) -> tuple[int, int]:
 
 def load_facts(name: str) -> EngineFacts:
     """The facts of the backend of this name; JobError lists the known names."""
-    module = f"rollplex.backends.{name}.facts"
-    if name.isidentifier() and importlib.util.find_spec(f"rollplex.backends.{name}") is not None:
-        return importlib.import_module(module).FACTS
-    known: Mapping[str, object] = {e.name: e for e in entry_points(group="rollplex.backends")}
-    if name in known:
-        return entry_points(group="rollplex.backends")[name].load()
-    names = ", ".join(sorted({"host", "megatron", "vllm", *known}))
-    raise JobError(f"no backend named {name!r}", hint=f"use one of {names}, or install a package that provides it")
+    return engine(name)

@@ -49,6 +49,10 @@ class PassError(RollplexError):
     """A pass cannot go on: a fact is missing, or its input breaks its precondition."""
 
 
+class PluginError(RollplexError):
+    """Something an installed package adds cannot be used; `where` names the distribution and its entry point."""
+
+
 class SolverTimeout(RollplexError):
     """A solver pass ran out of time before it found any solution (not the same as infeasible)."""
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from rollplex.ir.errors import JobError, Problem
+from rollplex.ir.engines import Work, can, engine, engine_names
+from rollplex.ir.errors import JobError, PluginError, Problem
 from rollplex.ir.sizes import pretty
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 KeyPath = tuple[str | int, ...]
 
-ENGINES = {"train": ("megatron", "host"), "score": ("megatron", "host"), "rollout": ("vllm", "host")}
+WORK: tuple[Work, ...] = ("train", "score", "rollout")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _capacity(job: Job) -> Iterator[Finding]:
 def _sections(job: Job) -> Iterator[tuple[KeyPath, Parallel]]:
     """Every engine section with its key path."""
     for name, role in job.roles.items():
-        for kind in ENGINES:
+        for kind in WORK:
             if section := getattr(role, kind):
                 yield ("roles", name, kind), section
 
@@ -120,16 +121,28 @@ def _roles(job: Job) -> Iterator[Finding]:
 
 def _engines(job: Job) -> Iterator[Finding]:
     for path, section in _sections(job):
-        engine, legal = getattr(section, "engine", ""), ENGINES[str(path[2])]
-        if engine not in legal:
-            yield Finding((*path, "engine"), f"no {path[2]} engine `{engine}`", "one of " + ", ".join(legal))
-        elif (engine == "host") != job.on_host:
-            what = f"engine {engine} cannot run on {job.cluster.gpu}"
-            hint = "engine: host" if job.on_host else f"engine: {legal[0]}, or cluster.gpu: cpu"
-            yield Finding((*path, "engine"), what, hint, (("cluster", "gpu"),))
+        yield from _engine(job, (*path, "engine"), section)
     if not job.on_host and job.model.dtype != "bfloat16":
         what = f"dtype {job.model.dtype} is for host engines; GPU engines hold weights in bfloat16"
         yield Finding(("model", "dtype"), what, "bfloat16", (("cluster", "gpu"),))
+
+
+def _engine(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
+    """The engine is installed, does this work, and does it on these machines."""
+    name, work = section.engine, cast(Work, path[2])
+    try:
+        fit = can(engine(name), work)
+    except PluginError as error:
+        yield from (Finding(path, f"engine {name}: {p.where}: {p.what}", p.hint) for p in error.problems)
+        return
+    except JobError:
+        fit = False
+    if not fit:
+        yield Finding(path, f"no {work} engine `{name}`", "one of " + ", ".join(engine_names(work)))
+    elif (name == "host") != job.on_host:
+        default = type(section).model_fields["engine"].default
+        hint = "engine: host" if job.on_host else f"engine: {default}, or cluster.gpu: cpu"
+        yield Finding(path, f"engine {name} cannot run on {job.cluster.gpu}", hint, (("cluster", "gpu"),))
 
 
 # ---- degrees

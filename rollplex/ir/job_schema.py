@@ -99,13 +99,14 @@ class Cluster(Section):
 class Parallel(Section):
     """What any engine states: its name and how many GPUs hold one copy of the model."""
 
+    engine: str
     tensor_parallel: Count = Field(default=1, description="GPUs that hold one copy of the model")
 
 
 class Train(Parallel):
     """The training engine of a role."""
 
-    engine: str = Field(default="megatron", description="megatron, or host")
+    engine: str = Field(default="megatron", description="megatron, host, or one that a package adds")
     sequence_parallel: bool = Field(default=True, description="cut activations between the tensor-parallel regions too")
     data_parallel: Count | None = Field(
         default=None, description="copies of the model; null derives GPUs / tensor_parallel"
@@ -119,7 +120,7 @@ class Score(Train):
 class Rollout(Parallel):
     """The engine that samples a role's responses."""
 
-    engine: str = Field(default="vllm", description="vllm, or host")
+    engine: str = Field(default="vllm", description="vllm, host, or one that a package adds")
     kv_cache_gib: Gib = Field(examples=[29], description='KV cache budget of one GPU, GiB or with a unit: "48 MiB"')
     runtime_gib: Gib = Field(
         default=3.0, description="buffers of the engine beside weights and KV, one GPU, GiB or with a unit"

@@ -1,0 +1,60 @@
+"""Which engines there are and what each is for, by name: those in rollplex.backends, and those of installed packages.
+
+engine_names("train")     ("host", "megatron")
+engine("half")            the FACTS of a package that names `half` as an entry point of rollplex.backends
+
+Nothing here imports a backend: a name leads to it, and only its `facts`, which are arithmetic, are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from rollplex.ir.errors import JobError, PluginError
+from rollplex.ir.plugins import installed
+
+Work = Literal["train", "score", "rollout"]
+_HOME = "rollplex.backends"
+_DOES: dict[Work, str] = {"train": "trains", "score": "trains", "rollout": "rolls_out"}
+
+
+def engine(name: str) -> Any:
+    """The facts of the engine of this name. JobError lists what is installed; PluginError when it cannot be loaded."""
+    if name in _own():
+        return importlib.import_module(f"{_HOME}.{name}.facts").FACTS
+    plugins = installed("rollplex.backends")
+    if name not in plugins:
+        known = ", ".join(sorted({*_own(), *plugins}))
+        raise JobError(f"no engine `{name}`", hint=f"one of {known}, or install the package that has it")
+    facts = plugins[name].load()
+    if getattr(facts, "name", None) != name:
+        raise plugins[name].refusal(f"{facts!r} is no facts of an engine named `{name}`", "point at a FACTS object")
+    return facts
+
+
+def can(facts: Any, work: Work) -> bool:
+    """Whether an engine trains, scores or rolls out."""
+    return bool(getattr(facts, _DOES[work], False))
+
+
+def engine_names(work: Work) -> tuple[str, ...]:
+    """Names of the engines that can do this work, in order; a broken package that nobody asked for is not offered."""
+    return tuple(n for n in sorted({*_own(), *installed("rollplex.backends")}) if _usable(n, work))
+
+
+def _usable(name: str, work: Work) -> bool:
+    try:
+        return can(engine(name), work)
+    except PluginError:
+        return False
+
+
+def _own() -> tuple[str, ...]:
+    """Folders of rollplex.backends with a `facts` module; nothing is imported to find them."""
+    home = sys.modules.get(_HOME) or importlib.util.find_spec(_HOME)
+    folders = getattr(home, "__path__", None) or getattr(home, "submodule_search_locations", None) or ()
+    return tuple(sorted(p.parent.name for folder in folders for p in Path(folder).glob("*/facts.py")))
