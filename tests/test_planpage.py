@@ -90,7 +90,7 @@ def test_naive_has_the_papers_table() -> None:
         "preserved prefix KV, 2 roles 16.00",
         "rollout TP=2 vision tower 1.00",
         "total 39.00",
-        "without the vision towers (the paper leaves them out) 38.00",
+        "without towers (the paper leaves them out) 38.00",
     ]
 
 

@@ -17,6 +17,17 @@ UNLOGGED_USABLE_SHARE = 0.985
 # Of half the two-way PCIe figure, what pinned copies reach in both directions at once (H200: 50.5 of 64 GB/s).
 HOST_LINK_SHARE = 0.79
 
+# MiB of a GPU that a process takes beside what it allocates (benchmarks/results/context_h200.md): its CUDA context with
+# the kernels of GEMMs and attention, 727 alone and 760 with its half of the MPS server (a vLLM that sleeps at TP1 was
+# seen to keep 774); NCCL's kernels and buffers with its first communicator, and the buffers of each further one.
+CONTEXT_MIB = 774
+FIRST_COMMUNICATOR_MIB, COMMUNICATOR_MIB = 840, 485
+
+
+def communication_mib(communicators: int) -> int:
+    """MiB that NCCL keeps in a process with this many communicators of more than one GPU."""
+    return FIRST_COMMUNICATOR_MIB + (communicators - 1) * COMMUNICATOR_MIB if communicators else 0
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB
 from rollplex.ir.sizes import Gb, Gib, gib_to_nbytes
 
 DType = Literal["bfloat16", "float32", "float64"]
@@ -94,6 +95,16 @@ class Cluster(Section):
         default=0.85, gt=0, le=1, description="part of the host memory that may be pinned for the pool"
     )
     internode_gb_s: Positive = Field(default=50.0, description="network between nodes, GB/s per node and direction")
+    context_gib: Gib | None = Field(
+        default=None,
+        description="CUDA context and kernels of one process, GiB or with a unit; "
+        f"null takes {CONTEXT_MIB} MiB, and nothing on cpu (benchmarks/results/context_h200.md)",
+    )
+    nccl_gib: Gib | None = Field(
+        default=None,
+        description="NCCL buffers of one process that works in groups of GPUs, GiB or with a unit; null takes "
+        f"{FIRST_COMMUNICATOR_MIB} MiB for its first group and {COMMUNICATOR_MIB} for each other, nothing on cpu",
+    )
 
 
 class Parallel(Section):

@@ -12,7 +12,15 @@ from rollplex.ir.plan import Residency
 from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Call, Kind, Schedule
 from rollplex.passes.state import SizeChoice, StateObject, Use
-from rollplex.passes.work import one_response, role_work, shared_tower, trained_parameters, trains_vision
+from rollplex.passes.work import (
+    communicators,
+    one_response,
+    process_bytes,
+    role_work,
+    shared_tower,
+    trained_parameters,
+    trains_vision,
+)
 
 ADAM_TEMPORARIES = 2
 """Elements that torch's Adam allocates for each it updates: numerator and denominator of the step."""
@@ -79,6 +87,7 @@ class Inventory:
         return tuple(replace(o, nbytes=pages(o.nbytes, page)) for o in self._all() if o.nbytes > 0)
 
     def _all(self) -> Iterator[StateObject]:
+        yield from self._contexts()
         yield from self._weights()
         yield from self._rollout()
         for call in self.schedule.calls:
@@ -111,6 +120,19 @@ class Inventory:
 
     def _frozen(self) -> list[str]:
         return sorted({c.role for c in self.schedule.calls if c.op in ("prefix", "suffix") and not c.trained})
+
+    # ---- processes
+
+    def _contexts(self) -> Iterator[StateObject]:
+        """What each process takes of its GPU before it allocates anything: no plan moves or releases it."""
+        for process, title in (("train", "training"), ("rollout", "rollout")):
+            groups = communicators(self.job, process, shared=not self.off("weight_sharing"))
+            over = f", NCCL over {', '.join(groups)}" if groups else ""
+            yield StateObject(
+                f"{process}.context", f"{title} CUDA context{', NCCL' if groups else ''}", "permanent", "",
+                process_bytes(self.job, groups), {}, process=process, always=True,
+                why=f"of the process itself: CUDA context{over}",
+            )  # fmt: skip
 
     # ---- weights of the policy
 

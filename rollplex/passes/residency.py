@@ -132,7 +132,7 @@ class Data:
 
     def recompute_us(self, o: StateObject, window: str) -> int:
         """Time of making a dropped object again, charged to its last use."""
-        if window != self.alive[o.name][-1]:
+        if not o.recomputable or window != self.alive[o.name][-1]:
             return 0
         return round(Costs(self.job).prefix_s(role_work(self.job, o.role), self.job.prompts_per_rank) * 1e6)
 

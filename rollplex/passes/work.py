@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollplex.backends.facts import Work
+from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
 from rollplex.ir.models import Part
+from rollplex.ir.sizes import gib_to_nbytes
+
+MIB = 2**20
 
 
 def patches(job: Job) -> int:
@@ -40,6 +44,24 @@ def role_work(job: Job, role: str) -> Work:
 def trains_vision(job: Job, role: str) -> bool:
     """Whether the role's vision tower receives gradients."""
     return job.roles[role].train is not None and "vision" not in job.roles[role].freeze
+
+
+def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
+    """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`; q gathers a shared snapshot."""
+    if process == "rollout":
+        found = [("tp", job.rollout_tp)]
+    else:
+        found = [("tp", job.trainer(role).tensor_parallel) for role in job.roles]
+        found += [("dp", job.data_parallel(job.policy)), ("q", job.q if shared else 1)]
+    return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
+
+
+def process_bytes(job: Job, groups: tuple[str, ...]) -> int:
+    """CUDA context and NCCL buffers of one process: the job's figures, else the measured ones; nothing on the host."""
+    cluster = job.cluster
+    context = CONTEXT_MIB * MIB if cluster.context_gib is None else gib_to_nbytes(cluster.context_gib)
+    nccl = communication_mib(len(groups)) * MIB if cluster.nccl_gib is None else gib_to_nbytes(cluster.nccl_gib)
+    return 0 if job.on_host else context + (nccl if groups else 0)
 
 
 def one_response(work: Work, responses: int = 1) -> Work:

@@ -11,7 +11,12 @@ from rollplex.ir.plan import Infeasible, Plan, PlannedObject
 from rollplex.show.header import job_of
 from rollplex.show.text import LABEL, WIDTH, clip, labelled, line, seconds, size, table, unit_for
 
-TOWER = "vision tower"
+NOT_IN_PAPER = {
+    "vision tower": "towers",
+    "CUDA context": "contexts",
+    "CUDA context, NCCL": "contexts",
+}
+"""Rows that the paper's Table 1 leaves out, and what to call them together."""
 _PAPER = ("BF16 weights", "gradients", "master", "moments", "activations", "prefix KV", "KV cache", "buffers")
 
 
@@ -78,11 +83,11 @@ def naive_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
         again = i > 0 and rows[i - 1][0] == group
         lines.append(_table_row("" if again else group, what, unit(nbytes), width))
     lines.append(_table_row("total", "", unit(total), width, "bold"))
-    towers = sum(nbytes for _, what, nbytes in rows if what == TOWER)
-    if towers:
-        lines.append(
-            _table_row("without the vision towers", "(the paper leaves them out)", unit(total - towers), width)
-        )
+    more = [(what, nbytes) for _, what, nbytes in rows if what in NOT_IN_PAPER]
+    if more:
+        names = ", ".join(dict.fromkeys(NOT_IN_PAPER[what] for what, _ in more))
+        rest = unit(total - sum(nbytes for _, nbytes in more))
+        lines.append(_table_row(f"without {names}", "(the paper leaves them out)", rest, width))
     return lines
 
 
@@ -104,8 +109,8 @@ def _table_one(job: Job, objects: Sequence[PlannedObject]) -> list[tuple[str, st
 def _table_entry(job: Job, o: PlannedObject, training: str) -> tuple[str, str, int]:
     if o.process == "rollout":
         return f"rollout TP={job.rollout_tp}", _short(o, "rollout"), o.bytes
-    if o.role == job.policy:
-        return training, _short(o, job.policy), o.bytes
+    if o.role in ("", job.policy):
+        return training, _short(o, o.role or "training"), o.bytes
     degree = f" TP={job.trainer(o.role).tensor_parallel}" if o.role in job.roles else ""
     return o.role + degree, _short(o, o.role), o.bytes
 

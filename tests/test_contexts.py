@@ -1,0 +1,49 @@
+"""CUDA contexts and NCCL buffers: what each process takes before it allocates, from measured figures or the job's."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollplex.ir.hardware import communication_mib
+from rollplex.ir.job import Job, load_job
+from rollplex.passes.work import communicators, process_bytes
+
+X8, X32 = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
+MIB = 2**20
+
+# communicators: MiB of a rank beyond its context, kernels and the collectives' tensors (results/context_h200.md)
+MEASURED = {0: 0, 1: 1587 - 727 - 20, 2: 2073 - 727 - 20, 3: 2557 - 727 - 20, 4: 3043 - 727 - 20}
+
+
+@pytest.mark.parametrize(("count", "mib"), MEASURED.items())
+def test_nccl_takes_what_was_measured(count: int, mib: int) -> None:
+    """840 MiB with the first communicator, 485 with each other one, within 2 MiB of the run."""
+    assert communication_mib(count) == pytest.approx(mib, abs=2)
+
+
+def test_a_rank_is_in_the_groups_of_its_degrees() -> None:
+    """One node: TP8 and q2. Four: DP4 too. A second copy of the weights needs no q group. vLLM has its TP4."""
+    one, four = load_job(X8), load_job(X32)
+    assert communicators(one, "train", shared=True) == ("tp8", "q2")
+    assert communicators(four, "train", shared=True) == ("tp8", "dp4", "q2")
+    assert communicators(four, "train", shared=False) == ("tp8", "dp4")
+    assert communicators(one, "rollout", shared=True) == ("tp4",)
+
+
+def sized(groups: tuple[str, ...], *overrides: str) -> float:
+    job: Job = load_job(X8, overrides)
+    return process_bytes(job, groups) / MIB
+
+
+def test_the_job_may_state_its_own_figures() -> None:
+    """A stated nccl_gib is for the process, whatever its groups, and nothing where it has none."""
+    assert sized(("tp8",)) == 774 + 840
+    assert sized(("tp8", "q2"), "cluster.context_gib=0.5 GiB", "cluster.nccl_gib=1") == 512 + 1024
+    assert sized((), "cluster.nccl_gib=1") == 774
+    assert sized(("tp8",), "cluster.context_gib=0", "cluster.nccl_gib=0") == 0
+
+
+def test_a_cpu_process_has_no_context() -> None:
+    """The host backend's plans have no such object: the arena's log would have to show it."""
+    job = load_job("examples/jobs/shapes_host.yaml")
+    assert process_bytes(job, communicators(job, "train", shared=True)) == 0
