@@ -22,6 +22,22 @@ PUBLISHED = {
     "Qwen3-VL-30B-A3B": (31_070_754_032, 57.87, 98_304),
     "Qwen3-VL-235B-A22B": (235_670_022_896, 438.97, 192_512),
     "Qwen2.5-7B": (7_615_616_512, 14.19, 57_344),
+    # From here on totals as the hub states them for each checkpoint (safetensors.total).
+    "Qwen2.5-1.5B": (1_543_714_304, 2.88, 28_672),
+    "Qwen2.5-3B": (3_085_938_688, 5.75, 36_864),
+    "Qwen2.5-14B": (14_770_033_664, 27.51, 196_608),
+    "Qwen2.5-32B": (32_763_876_352, 61.03, 262_144),
+    "Qwen2.5-72B": (72_706_203_648, 135.43, 327_680),
+    "Qwen2-7B": (7_615_616_512, 14.19, 57_344),
+    "Qwen2-72B": (72_706_203_648, 135.43, 327_680),
+    "QwQ-32B": (32_763_876_352, 61.03, 262_144),
+    "Qwen2-VL-2B": (2_208_985_600, 4.11, 28_672),
+    "Qwen2-VL-7B": (8_291_375_616, 15.44, 57_344),
+    "Qwen2-VL-72B": (73_405_560_320, 136.73, 327_680),
+    "Qwen3-4B": (4_022_468_096, 7.49, 147_456),
+    "Qwen3-8B": (8_190_735_360, 15.26, 147_456),
+    "Llama-3.2-1B": (1_235_814_400, 2.3, 32_768),
+    "Llama-3.2-3B": (3_212_749_824, 5.98, 114_688),
     "Llama-3.1-8B": (8_030_261_248, 14.96, 131_072),
     "Llama-3.1-70B": (70_553_706_496, 131.42, 327_680),
 }
@@ -75,6 +91,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "Qwen3VL": {"vision_config": TOWER_3, "text_config": {**TEXT, "head_dim": 24}},
     "Qwen3VLMoe": {"vision_config": TOWER_3, "text_config": {**MOE, "mlp_only_layers": [1]}},
     "Qwen2": TEXT,
+    "Qwen3": {**TEXT, "head_dim": 24},
     "Llama": TEXT,
 }
 
@@ -106,12 +123,18 @@ def test_names_shapes_and_order_are_those_of_transformers(family: str, tied: boo
     assert len({t.name for t in spec.tensors()}) == len(spec.tensors())
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2.5-VL-32B"])
+FLAT = ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2.5-VL-32B", "Qwen2-VL-2B", "Qwen2-VL-7B", "Qwen2-VL-72B"]
+FLAT += ["Qwen2.5-1.5B", "QwQ-32B", "Qwen2-72B", "Qwen3-4B", "Qwen3-8B", "Llama-3.2-1B", "Llama-3.2-3B"]
+
+
+@pytest.mark.parametrize("name", FLAT)
 def test_published_flat_configs_mean_the_same_to_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     spec = load_model(name)
     assert "text_config" not in spec.config  # as published for transformers 4
-    config = transformers.Qwen2_5_VLConfig(**{k: v for k, v in spec.config.items() if k != "model_type"})
+    architecture = spec.config["architectures"][0].removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
+    config_class = getattr(transformers, architecture + "Config")
+    config = config_class(**{k: v for k, v in spec.config.items() if k not in ("model_type", "architectures")})
     assert list(our_shapes(spec).items()) == list(meta_shapes(config).items())
 
 

@@ -176,7 +176,7 @@ def _spec(top: _Fields, family: Family, name: str) -> ModelSpec:
         vocab=text.count("vocab_size"),
         tied=top.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings")),
         qkv_bias=family in ("qwen2_5_vl", "qwen2_vl", "qwen2"),
-        qk_norm=family in ("qwen3_vl", "qwen3_vl_moe"),
+        qk_norm=family in ("qwen3", "qwen3_vl", "qwen3_vl_moe"),
         vision=_vision(top, family, hidden) if family in _VISION_FAMILIES else None,
         moe=_moe(text, layers) if family == "qwen3_vl_moe" else None,
         config=dict(top.config),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rollplex.ir.errors import JobError
 
 Part = Literal["vision", "language"]
-Family = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2", "llama"]
+Family = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2", "qwen3", "llama"]
 
 # Kinds whose rows follow the KV heads: an engine repeats them on several ranks when it has more ranks than KV heads.
 _KV_KINDS = frozenset({"k", "v", "k_bias", "v_bias"})
