@@ -1,20 +1,25 @@
 """How finely work is cut: optimizer chunks, responses a suffix step (paper section 3.2, chunked update).
 
-Data        P       parameters a rank updates        s    chunks in flight (load, update, return)
-            B       bytes of one parameter in flight: gradient, master weight and two moments; where all of them are
+Data        P       parameters a rank updates, in units of 64          s    chunks in flight (load, update, return)
+            B       bytes of one unit in flight: gradient, master weight and two moments; where all of them are
                     resident the update is in place (s = 1) and B is what Adam itself allocates
-            R[w]    room: capacity less what residency holds in window w, workspaces left out
-            M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces in w with m responses a step
-            a, L    microseconds of one element through the host link (zero where the state is resident), of one launch
-Variables   K       chunks                           E    elements of one chunk, a multiple of 64
-            x[m]    m responses a suffix step
-Constraints (1)  K E >= P,  (K - 1) E < P                       the chunks cover the parameters, none is empty
-            (2)  s E B <= R[update]                             the pipeline fits beside snapshot and gradients
-            (3)  sum_m x[m] = 1
-            (4)  sum_m W[m,w] x[m] <= R[w]                      for every window w that uses a suffix workspace
-Objective   suffix steps a group, then update time (K + s - 1)(a E + L), then workspace bytes
-When not even one response, or the finest chunk, fits, the smallest sizes are kept: the residency pass has already said
-that the job is over capacity.
+            R[w]    room: capacity less what residency holds in window w, workspaces left out; whole pages
+            M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces alive in w with m responses a step
+            a, L    time of one unit through the host link (zero where the state is resident), of one launch
+Variables   K       chunks                           E    units of one chunk              KE   their product
+            F       units in flight                  x[m]    m responses a suffix step        over[w]  bytes over R[w]
+            c       microseconds of one chunk        T    of the update
+Constraints (1)  KE = K E
+            (2)  KE >= P                                        the chunks cover the parameters,
+            (3)  KE - E < P                                     and none is empty
+            (4)  K = the job's optimizer.chunks                 where it names a number
+            (5)  F = min(s E, KE)                               there may be fewer chunks than may overlap
+            (6)  sum_m x[m] = 1
+            (7)  sum_m W[m,w] x[m] + (F B if w updates) <= R[w] + over[w]
+            (8)  c >= a E + L
+            (9)  T = (K + s - 1) c
+Objective   bytes over capacity, then suffix steps a group, then update time, then workspace bytes
+Bytes over capacity are what even the smallest sizes lack; the plan then does not fit, and says so by window.
 """
 
 from __future__ import annotations
@@ -24,13 +29,13 @@ from typing import ClassVar
 
 from ortools.sat.python import cp_model
 
+from rollplex.ir.errors import PassError
 from rollplex.ir.job import Job
 from rollplex.ir.job_schema import MAX_CHUNKS
 from rollplex.ir.module import Module
 from rollplex.ir.plan import ChunkSummary, Microbatches, OptimizerChunks, SolverResult
 from rollplex.passes.costs import Costs
 from rollplex.passes.inventory import (
-    MIN_CHUNKS,
     chunk_bytes_per_element,
     chunks_in_flight,
     pages,
@@ -38,7 +43,7 @@ from rollplex.passes.inventory import (
 )
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
-from rollplex.passes.solver import Objective, Solution, minimise
+from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
 from rollplex.passes.state import Lifetimes, SizeChoice
 from rollplex.passes.work import trained_parameters
 
@@ -63,149 +68,212 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Data:
-    """Numbers of the docstring."""
+    """Numbers of the docstring; `alive` are the windows of each suffix workspace, `wanted` the job's own K."""
 
-    job: Job
     parameters: int
     in_flight: int
     element_bytes: int
     room: dict[str, int]
     choices: tuple[SizeChoice, ...]
-    windows_of: dict[str, tuple[str, ...]]
+    alive: dict[str, tuple[str, ...]]
     update_window: str
-    ns_per_element: int
-    whole: bool
+    ps_per_element: int
+    group: int
+    wanted: int | None = None
+
+    @property
+    def units(self) -> int:
+        """P, rounded up to whole units."""
+        return -(-self.parameters // ALIGN)
+
+    def suffix_bytes(self, choice: SizeChoice, window: str) -> int:
+        """W[m,w]: all suffix workspaces that are alive in the window together."""
+        return sum(nbytes for name, nbytes in choice.nbytes.items() if window in self.alive[name])
 
 
 def gather(module: Module) -> Data:
     """Read the data off the module's facts."""
     job, schedule, lifetimes, residency = module.job, module[Schedule], module[Lifetimes], module[Residency]
-    scalable = {name for choice in lifetimes.choices for name in choice.nbytes} | {"optimizer.workspace"}
-    room = {
-        w: job.capacity_bytes
-        - sum(o.nbytes for o in lifetimes.objects if residency.place(o.name, w) == "hbm" and o.name not in scalable)
-        for w in schedule.names()
-    }
+    scalable = {name for choice in lifetimes.choices for name in choice.nbytes}
     update = schedule.names("update")[0]
-    state = [f"{job.policy}.{name}" for name in ("master", "moments", "gradients")]
-    streamed = any(residency.place(name, update) == "host" for name in state)
-    ns = Costs(job).link_s(3 * chunk_bytes_per_element(job) // 4) * 1e9 if streamed else 0
+    at_host = [
+        o.nbytes for o in lifetimes.objects if o.name in _state(job) and residency.place(o.name, update) == "host"
+    ]
+    parameters = trained_parameters(job, job.policy)
     return Data(
-        job=job,
-        parameters=trained_parameters(job, job.policy),
-        in_flight=chunks_in_flight(job) if streamed else 1,
-        element_bytes=workspace_bytes_per_element(job, streamed),
-        room=room,
+        parameters=parameters,
+        in_flight=chunks_in_flight(job) if at_host else 1,
+        element_bytes=workspace_bytes_per_element(job, bool(at_host)),
+        room={w: _room(module, w, scalable | {"optimizer.workspace"}) for w in schedule.names()},
         choices=lifetimes.choices,
-        windows_of={o.name: tuple(o.uses) for o in lifetimes.objects},
+        alive={name: lifetimes[name].alive(schedule.names()) for name in scalable},
         update_window=update,
-        ns_per_element=max(1, round(ns * 1000)),
-        whole="optimizer.workspace" not in lifetimes,
+        ps_per_element=round(Costs(job).link_s(sum(at_host)) * 1e12 / parameters),
+        group=job.group,
+        wanted=wanted_chunks(job, -(-parameters // ALIGN)),
     )
 
 
-@dataclass(frozen=True)
-class Variables:
-    """K, E and x[m] of the docstring."""
-
-    count: cp_model.IntVar
-    units: cp_model.IntVar
-    step: dict[int, cp_model.IntVar]
+def _state(job: Job) -> tuple[str, ...]:
+    """What an update reads for each parameter beside the snapshot."""
+    return tuple(f"{job.policy}.{name}" for name in ("master", "moments", "gradients"))
 
 
-def build(data: Data) -> tuple[cp_model.CpModel, Variables, list[Objective]]:
-    """The CP-SAT model of the docstring; elements are counted in units of 64."""
-    model = cp_model.CpModel()
-    total = -(-data.parameters // ALIGN)
-    count = model.new_int_var(1, min(MAX_CHUNKS, total), "K")
-    units = model.new_int_var(1, total, "E")
-    step = {c.responses: model.new_bool_var(f"x[{c.responses}]") for c in data.choices}
-    _cover(model, data, count, units, total)
-    _update_room(model, data, units)
-    _suffix_room(model, data, step)
-    steps = sum(data.job.group // m * x for m, x in step.items())
-    workspace = data.in_flight * units
-    return (
-        model,
-        Variables(count, units, step),
-        [
+def _room(module: Module, window: str, scalable: set[str]) -> int:
+    """R[w]; sizes are whole pages in the end, so a part of a page is no room."""
+    page, residency = module.job.device.page_bytes, module[Residency]
+    fixed = (o for o in module[Lifetimes].objects if o.name not in scalable)
+    held = sum(o.nbytes for o in fixed if residency.place(o.name, window) == "hbm")
+    return (module.job.capacity_bytes - held) // page * page
+
+
+def wanted_chunks(job: Job, units: int) -> int | None:
+    """The job's own number of chunks; PassError if that many equal chunks of whole units cannot be made."""
+    if job.optimizer.chunks == "auto":
+        return None
+    wanted = int(job.optimizer.chunks)
+    size = -(-units // min(wanted, units))
+    below = -(-units // size)
+    if below != wanted:
+        above = [-(-units // (size - 1))] if size > 1 else []
+        near = " or ".join(str(k) for k in (below, *above) if k <= MAX_CHUNKS)
+        raise PassError(
+            f"{units} x {ALIGN} parameters of a rank do not make {wanted} equal chunks",
+            where="optimizer.chunks",
+            hint=f"{near}, or auto",
+        )
+    return wanted
+
+
+class Model:
+    """The variables of the docstring; `FAMILIES` are its constraints."""
+
+    def __init__(self, data: Data) -> None:
+        self.data, self.cp = data, cp_model.CpModel()
+        unit_us = -(-ALIGN * data.ps_per_element * data.units // 10**6)
+        longest, most = unit_us + LAUNCH_US + 1, min(MAX_CHUNKS, data.units)
+        whole = data.in_flight * data.units * ALIGN * data.element_bytes
+        worst = {
+            w: max(0, whole + max(data.suffix_bytes(c, w) for c in data.choices) - r) for w, r in data.room.items()
+        }
+        self.count = self.cp.new_int_var(1, most, "K")
+        self.units = self.cp.new_int_var(1, data.units, "E")
+        self.product = self.cp.new_int_var(0, most * data.units, "KE")
+        self.flying = self.cp.new_int_var(1, most * data.units, "F")
+        self.step = {c.responses: self.cp.new_bool_var(f"x[{c.responses}]") for c in data.choices}
+        self.over = {w: self.cp.new_int_var(0, most, f"over[{w}]") for w, most in worst.items()}
+        self.chunk_us = self.cp.new_int_var(0, longest, "c")
+        self.update_us = self.cp.new_int_var(0, (most + data.in_flight) * longest, "T")
+
+    def objectives(self) -> list[Objective]:
+        """In order."""
+        data = self.data
+        steps = sum(data.group // m * x for m, x in self.step.items())
+        return [
+            Objective("bytes over capacity", sum(self.over.values())),
             Objective("suffix steps a group", steps),
-            Objective("update seconds", _time(model, data, count, units, total), 1e-6),
-            Objective("optimizer workspace bytes", workspace, ALIGN * data.element_bytes),
-        ],
-    )
+            Objective("update seconds", self.update_us, 1e-6),
+            Objective("optimizer workspace bytes", self.flying, ALIGN * data.element_bytes),
+        ]
 
 
-def _cover(model: cp_model.CpModel, data: Data, count: cp_model.IntVar, units: cp_model.IntVar, total: int) -> None:
-    """(1), and the job's own number of chunks where it names one."""
-    product = model.new_int_var(0, 2 * total + MAX_CHUNKS, "KE")
-    model.add_multiplication_equality(product, [count, units])
-    model.add(product >= total)
-    model.add(product - units < total)
-    if data.job.optimizer.chunks != "auto":
-        model.add(count == attainable(total, int(data.job.optimizer.chunks)))
+# ---- constraint families
 
 
-def attainable(total: int, chunks: int) -> int:
-    """The number of chunks nearest below the wanted one that equal sizes in whole units can give."""
-    return -(-total // -(-total // min(chunks, total)))
+def product(m: Model) -> None:
+    """(1)."""
+    m.cp.add_multiplication_equality(m.product, [m.count, m.units])
 
 
-def _update_room(model: cp_model.CpModel, data: Data, units: cp_model.IntVar) -> None:
-    """(2); at least the workspace that the residency pass reserved."""
-    unit_bytes = ALIGN * data.element_bytes * data.in_flight
-    reserved = -(-data.parameters // MIN_CHUNKS) * data.element_bytes * data.in_flight
-    room = max(data.room[data.update_window], reserved + unit_bytes)
-    model.add(units * unit_bytes <= room)
+def cover(m: Model) -> None:
+    """(2)."""
+    m.cp.add(m.product >= m.data.units)
 
 
-def _suffix_room(model: cp_model.CpModel, data: Data, step: dict[int, cp_model.IntVar]) -> None:
-    """(3) and (4); the smallest step is always allowed."""
-    smallest = dict(data.choices[0].nbytes.items())
-    model.add_exactly_one(step.values())
-    for name, least in smallest.items():
-        for window in data.windows_of.get(name, ()):
-            room = max(data.room[window], least)
-            model.add(sum(c.nbytes[name] * step[c.responses] for c in data.choices) <= room)
+def none_empty(m: Model) -> None:
+    """(3)."""
+    m.cp.add(m.product - m.units < m.data.units)
 
 
-def _time(
-    model: cp_model.CpModel, data: Data, count: cp_model.IntVar, units: cp_model.IntVar, total: int
-) -> cp_model.IntVar:
-    """(K + s - 1)(a E + L) in microseconds, rounded up."""
-    chunk_us = model.new_int_var(0, 10**11, "chunk_us")
-    model.add(chunk_us * 10**6 >= units * (ALIGN * data.ns_per_element) + LAUNCH_US * 10**6)
-    update_us = model.new_int_var(0, 10**13, "update_us")
-    model.add_multiplication_equality(update_us, [chunk_us, count + (data.in_flight - 1)])
-    return update_us
+def wanted_count(m: Model) -> None:
+    """(4)."""
+    if m.data.wanted is not None:
+        m.cp.add(m.count == m.data.wanted)
 
 
-def read(data: Data, variables: Variables, solution: Solution) -> Chunks:
+def in_flight(m: Model) -> None:
+    """(5)."""
+    m.cp.add_min_equality(m.flying, [m.data.in_flight * m.units, m.product])
+
+
+def one_step(m: Model) -> None:
+    """(6)."""
+    m.cp.add_exactly_one(m.step.values())
+
+
+def room(m: Model) -> None:
+    """(7)."""
+    data = m.data
+    in_flight = ALIGN * data.element_bytes * m.flying
+    for w, room in data.room.items():
+        suffix = sum(data.suffix_bytes(c, w) * m.step[c.responses] for c in data.choices)
+        m.cp.add(suffix + (in_flight if w == data.update_window else 0) <= room + m.over[w])
+
+
+def chunk_time(m: Model) -> None:
+    """(8), rounded up to microseconds."""
+    m.cp.add(m.chunk_us * 10**6 >= m.units * (ALIGN * m.data.ps_per_element) + LAUNCH_US * 10**6)
+
+
+def update_time(m: Model) -> None:
+    """(9)."""
+    m.cp.add_multiplication_equality(m.update_us, [m.chunk_us, m.count + (m.data.in_flight - 1)])
+
+
+FAMILIES: tuple[Family[Model], ...] = (
+    Family(1, "parameters that the chunks take", product),
+    Family(2, "chunks cover the parameters", cover),
+    Family(3, "no chunk is empty", none_empty),
+    Family(4, "the job's own number of chunks", wanted_count),
+    Family(5, "chunks in flight", in_flight),
+    Family(6, "one size of suffix step", one_step),
+    Family(7, "room for what is alive together", room),
+    Family(8, "time of a chunk", chunk_time),
+    Family(9, "time of the update", update_time),
+)
+
+
+# ---- the pass
+
+
+def read(job: Job, model: Model, solution: Solution) -> Chunks:
     """Sizes as a summary and as bytes of the scalable objects."""
-    page = data.job.device.page_bytes
-    elements = min(solution.value(variables.units) * ALIGN, data.parameters)
-    count = -(-data.parameters // elements)
-    workspace = 0 if data.whole else pages(data.in_flight * elements * data.element_bytes, page)
-    chosen = next(c for c in data.choices if solution.true(variables.step[c.responses]))
-    sizes = dict(chosen.nbytes) | ({} if data.whole else {"optimizer.workspace": workspace})
+    data = model.data
+    elements = min(solution.value(model.units) * ALIGN, data.parameters)
+    workspace = pages(min(data.in_flight * elements, data.parameters) * data.element_bytes, job.device.page_bytes)
+    chosen = next(c for c in data.choices if solution.true(model.step[c.responses]))
     optimizer = OptimizerChunks(
-        count=count,
+        count=-(-data.parameters // elements),
         elements=elements,
-        bytes=elements * chunk_bytes_per_element(data.job),
+        bytes=elements * chunk_bytes_per_element(job),
         workspace_bytes=workspace,
     )
-    microbatch = Microbatches(prefix_prompts=1, suffix_responses=chosen.responses, workspace_bytes=dict(chosen.nbytes))
-    return Chunks(ChunkSummary(optimizer=optimizer, microbatch=microbatch), sizes, solution.results)
+    sizes = {**chosen.nbytes, "optimizer.workspace": workspace}
+    return Chunks(ChunkSummary(optimizer=optimizer, microbatch=_microbatch(chosen)), sizes, solution.results)
 
 
-def whole_update(data: Data) -> Chunks:
+def _microbatch(chosen: SizeChoice) -> Microbatches:
+    return Microbatches(prefix_prompts=1, suffix_responses=chosen.responses, workspace_bytes=dict(chosen.nbytes))
+
+
+def whole_update(job: Job, smallest: SizeChoice) -> Chunks:
     """One chunk over resident state: what the schedule without a chunked optimizer does."""
-    chosen = data.choices[0]
+    parameters = trained_parameters(job, job.policy)
     optimizer = OptimizerChunks(
-        count=1, elements=data.parameters, bytes=data.parameters * chunk_bytes_per_element(data.job), workspace_bytes=0
+        count=1, elements=parameters, bytes=parameters * chunk_bytes_per_element(job), workspace_bytes=0
     )
-    microbatch = Microbatches(prefix_prompts=1, suffix_responses=chosen.responses, workspace_bytes=dict(chosen.nbytes))
-    return Chunks(ChunkSummary(optimizer=optimizer, microbatch=microbatch), dict(chosen.nbytes), ())
+    summary = ChunkSummary(optimizer=optimizer, microbatch=_microbatch(smallest))
+    return Chunks(summary, dict(smallest.nbytes), ())
 
 
 @dataclass(frozen=True)
@@ -217,11 +285,11 @@ class ChunkSizesPass:
 
     def run(self, module: Module) -> Module:
         """Solve; see the module's docstring."""
-        data = gather(module)
-        if data.whole:
-            return module.put(whole_update(data))
-        model, variables, objectives = build(data)
-        solver = module.job.solver
-        solution = minimise(model, self.name, objectives, seconds=solver.seconds, seed=solver.seed)
-        assert solution is not None, "the smallest sizes are always allowed"
-        return module.put(read(data, variables, solution))
+        job, lifetimes = module.job, module[Lifetimes]
+        if "optimizer.workspace" not in lifetimes:
+            return module.put(whole_update(job, lifetimes.choices[0]))
+        model = constrain(Model(gather(module)), FAMILIES)
+        limits = job.solver
+        solution = minimise(model.cp, self.name, model.objectives(), seconds=limits.seconds, seed=limits.seed)
+        assert solution is not None, "over[w] makes every job solvable"
+        return module.put(read(job, model, solution))

@@ -52,9 +52,12 @@ def solver_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     names = max((len(s.name) for s in plan.summary.solvers), default=0)
     for name, results in groupby(plan.summary.solvers, key=lambda s: s.name):
         found = list(results)
+        told = [
+            s for s in found if s.value or not s.objective.startswith("bytes over")
+        ]  # the verdict says that it fits
         status = "optimal" if all(s.status == "optimal" for s in found) else "feasible"
         head = f"{name:<{names}}  {status:<8}  "
-        rows = joined([_objective(s) for s in found], width - LABEL - len(head), "   ")
+        rows = joined([_objective(s) for s in told], width - LABEL - len(head), "   ")
         for i, text in enumerate(rows):
             lines += _raw("" if lines else "solver", (head if i == 0 else " " * len(head)) + text)
     return lines

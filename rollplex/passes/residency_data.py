@@ -1,0 +1,116 @@
+"""What the residency model is about, as numbers: pages, places, microseconds, read off the job and its objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rollplex.ir.job import Job
+from rollplex.ir.module import Module
+from rollplex.ir.plan import Residency as Place
+from rollplex.passes.costs import Costs
+from rollplex.passes.schedule import Schedule
+from rollplex.passes.state import START, Lifetimes, StateObject
+from rollplex.passes.timeline import Timeline, window_seconds
+from rollplex.passes.work import role_work
+
+PLACES: tuple[Place, ...] = ("hbm", "host", "dropped")
+UNIT = 4096
+"""Bytes are counted in pages of 4 KiB inside the model."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """An object o of the maths: b, A and F in `units`, `places`; S and t(.) in microseconds."""
+
+    name: str
+    units: int
+    places: dict[str, frozenset[Place]]
+    cyclic: bool = False
+    host_backed: bool = False
+    recomputable: bool = False
+    streams: frozenset[str] = frozenset()
+    link_us: int = 0
+    recompute_us: int = 0
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """A[o], in order."""
+        return tuple(self.places)
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """(w-1, w) for every window of A[o] with one before it."""
+        alive = self.alive
+        yield from pairwise(alive)
+        if self.cyclic and len(alive) > 1:
+            yield alive[-1], alive[0]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch k: its windows, and the microseconds of transfer that hide in them."""
+
+    windows: tuple[str, ...]
+    slack_us: int = 0
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sets and numbers of the maths; capacities in units, `compute_us` is g[w]."""
+
+    windows: tuple[str, ...]
+    items: tuple[Item, ...]
+    capacity: int
+    host_capacity: int
+    stretches: tuple[Stretch, ...]
+    compute_us: dict[str, int]
+
+
+def gather(module: Module) -> Data:
+    """The data of a module that knows its schedule and lifetimes."""
+    return data_of(module.job, module[Schedule], module[Lifetimes])
+
+
+def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes) -> Data:
+    """The data of these objects under a job."""
+    timeline = window_seconds(job, schedule)
+    return Data(
+        windows=schedule.names(),
+        items=tuple(_item(job, schedule.names(), o) for o in lifetimes.objects),
+        capacity=job.capacity_bytes // UNIT,
+        host_capacity=job.host_pool_bytes // job.cluster.gpus_per_node // UNIT,
+        stretches=_stretches(schedule, timeline),
+        compute_us={w: round(seconds * 1e6) for w, seconds in timeline.compute.items()},
+    )
+
+
+def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
+    assert "dropped" not in o.options or o.recomputable, f"{o.name} may be dropped, but nothing makes it again"
+    alive, costs = o.alive(windows), Costs(job)
+    remake = costs.prefix_s(role_work(job, o.role), job.prompts_per_rank) if o.recomputable else 0.0
+    return Item(
+        name=o.name,
+        units=-(-o.nbytes // UNIT),
+        places={w: _places(o, w) for w in alive},
+        cyclic=o.always or o.produced == START,
+        host_backed=o.host_backed,
+        recomputable=o.recomputable,
+        streams=frozenset(w for w, how in o.uses.items() if how == "stream"),
+        link_us=round(costs.link_s(o.nbytes) * 1e6),
+        recompute_us=round(remake * 1e6),
+    )
+
+
+def _places(o: StateObject, window: str) -> frozenset[Place]:
+    """F[o,w]; an object without a choice is in HBM whenever it exists."""
+    needed = o.always or not o.options or o.uses.get(window) == "hbm"
+    return frozenset({"hbm"}) if needed else o.options
+
+
+def _stretches(schedule: Schedule, timeline: Timeline) -> tuple[Stretch, ...]:
+    if schedule.kind == "serial":
+        return tuple(Stretch((w,)) for w in schedule.names())
+    together = schedule.decode_windows
+    alone = (Stretch((w,)) for w in schedule.names() if w not in together)
+    return (Stretch(together, round(timeline.idle_s * 1e6)), *alone)

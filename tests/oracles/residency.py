@@ -1,0 +1,219 @@
+"""Residency by enumeration: the maths of passes/residency.py in plain Python, over every assignment of places."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from oracles.base import Oracle, Order, solve
+from rollplex.ir.plan import Residency as Place
+from rollplex.passes.residency import FAMILIES, Model, read
+from rollplex.passes.residency_data import PLACES, Data, Item, Stretch
+from rollplex.passes.solver import Family, constrain
+
+OBJECTIVES = ("bytes over capacity", "bytes over in all windows", "exposed seconds", "peak bytes", "bytes moved")
+Assignment = dict[tuple[str, str], frozenset[Place]]
+"""Places of every (object, window): one of them where the assignment is legal."""
+
+
+# ---- what an assignment is worth
+
+
+def legal(data: Data, at: Assignment) -> bool:
+    """(1) one place, (2) an allowed one, (3) the same for a saved state's whole life."""
+    for o in data.items:
+        places = [at[o.name, w] for w in o.places]
+        if any(len(p) != 1 or not p <= o.places[w] for p, w in zip(places, o.places, strict=True)):
+            return False
+        if o.recomputable and len(set(places)) > 1:
+            return False
+    return True
+
+
+def worth(data: Data, at: Assignment) -> dict[str, int]:
+    """The objectives of a legal assignment."""
+    held = {w: held_in(data, at, w) for w in data.windows}
+    pinned = {w: pinned_in(data, at, w) for w in data.windows}
+    excess = [max(0, n - data.capacity) for n in held.values()]
+    excess += [max(0, n - data.host_capacity) for n in pinned.values()]
+    exposed = sum(max(0, sum(busy(data, at, w) for w in k.windows) - k.slack_us) for k in data.stretches)
+    moved = sum(o.units * crossings(o, at, w) for o in data.items for w in o.places)
+    return dict(zip(OBJECTIVES, (max(excess), sum(excess), exposed, max(held.values()), moved), strict=True))
+
+
+def held_in(data: Data, at: Assignment, w: str) -> int:
+    """Pages in HBM."""
+    return sum(o.units for o in data.items if at.get((o.name, w)) == {"hbm"})
+
+
+def pinned_in(data: Data, at: Assignment, w: str) -> int:
+    """Pages in the pinned pool: host-backed objects are always there."""
+    return sum(o.units for o in data.items if o.host_backed or at.get((o.name, w)) == {"host"})
+
+
+def turned(o: Item, at: Assignment, w: str) -> int:
+    """1 where the object, moved as a whole, crosses the link on entering the window."""
+    windows = list(o.places)
+    index = windows.index(w)
+    if o.recomputable or (index == 0 and not (o.cyclic and len(windows) > 1)):
+        return 0
+    before, now = at[o.name, windows[index - 1]], at[o.name, w]
+    if now == {"hbm"}:
+        return int(before != {"hbm"})
+    return int(before == {"hbm"} and not o.host_backed)
+
+
+def crossings(o: Item, at: Assignment, w: str) -> int:
+    """How often all of the object crosses the link in a window."""
+    return turned(o, at, w) + int(w in o.streams and at[o.name, w] == {"host"})
+
+
+def busy(data: Data, at: Assignment, w: str) -> int:
+    """Microseconds of transfers and recomputation: saved states stream behind the window's compute, together."""
+    here = [o for o in data.items if w in o.places]
+    streamed = sum(o.link_us for o in here if o.recomputable and w in o.streams and at[o.name, w] == {"host"})
+    spent = max(0, streamed - data.compute_us[w])
+    for o in here:
+        if not o.recomputable:
+            spent += o.link_us * crossings(o, at, w)
+        elif at[o.name, w] == {"dropped"} and w == list(o.places)[-1]:
+            spent += o.recompute_us
+    return spent
+
+
+def legal_assignments(data: Data) -> Iterator[Assignment]:
+    """All of them."""
+    slots = [(o.name, w) for o in data.items for w in o.places]
+    choices = [sorted(o.places[w]) for o in data.items for w in o.places]
+    for places in itertools.product(*choices):
+        at: Assignment = {slot: frozenset({p}) for slot, p in zip(slots, places, strict=True)}
+        if legal(data, at):
+            yield at
+
+
+def best(data: Data) -> dict[str, int] | None:
+    """The lexicographic least of all legal assignments."""
+    values = (worth(data, at) for at in legal_assignments(data))
+    return min(values, key=lambda v: tuple(v.values()), default=None)
+
+
+# ---- instances
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Numbers, and one assignment, legal or not."""
+
+    data: Data
+    at: Assignment
+
+
+SMALL, TIMES = st.integers(1, 6), st.integers(0, 9)
+FREE: list[frozenset[Place]] = [frozenset({"hbm"}), frozenset({"hbm", "host"}), frozenset({"host"})]
+SAVED = [frozenset(c) for n in (1, 2, 3) for c in itertools.combinations(PLACES, n)]
+
+
+@st.composite
+def items(draw: st.DrawFn, name: str, windows: tuple[str, ...]) -> Item:
+    """A frozen weight, a permanent state, a saved state or a temporary; needed, free or elsewhere in each window."""
+    recomputable, cyclic = draw(st.booleans()), draw(st.booleans())
+    first = 0 if cyclic else draw(st.integers(0, len(windows) - 1))
+    last = len(windows) if cyclic else draw(st.integers(first + 1, len(windows)))
+    alive, always = windows[first:last], draw(st.sampled_from(SAVED))
+    return Item(
+        name=name,
+        units=draw(SMALL),
+        places={w: always if recomputable else draw(st.sampled_from(FREE)) for w in alive},
+        cyclic=cyclic and not recomputable,
+        host_backed=draw(st.booleans()) and not recomputable,
+        recomputable=recomputable,
+        streams=frozenset(draw(st.sets(st.sampled_from(alive)))),
+        link_us=draw(TIMES),
+        recompute_us=draw(TIMES),
+    )
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Instance:
+    """Two to four windows, one to three objects, capacities that may be too small, stretches with slack."""
+    windows = tuple("abcd")[: draw(st.integers(2, 4))]
+    together = draw(st.integers(1, len(windows)))
+    stretches = (windows[:together], *((w,) for w in windows[together:]))
+    data = Data(
+        windows=windows,
+        items=tuple(draw(items(f"o{i}", windows)) for i in range(draw(st.integers(1, 3)))),
+        capacity=draw(st.integers(0, 9)),
+        host_capacity=draw(st.integers(0, 9)),
+        stretches=tuple(Stretch(k, draw(TIMES)) for k in stretches),
+        compute_us={w: draw(TIMES) for w in windows},
+    )
+    return Instance(data, some_assignment(data, random.Random(draw(st.integers(0, 2**32)))))
+
+
+def some_assignment(data: Data, rng: random.Random) -> Assignment:
+    """Mostly legal: a place for life where one must stay, now and then a wrong one, none, or two."""
+    at: Assignment = {}
+    for o in data.items:
+        life = rng.choice(sorted(next(iter(o.places.values()))))
+        for w, places in o.places.items():
+            one = life if o.recomputable and rng.random() < 0.9 else rng.choice(sorted(places))
+            at[o.name, w] = (
+                frozenset({one}) if rng.random() < 0.95 else frozenset(rng.choices(PLACES, k=2)[: rng.randint(0, 2)])
+            )
+    return at
+
+
+# ---- the oracle
+
+
+def disagreement(one: Instance, families: Sequence[Family[Model]], order: Order) -> str:
+    """In the optimum, in what the solution is worth, or about one assignment."""
+    return _optimum(one.data, families, order) or _assignment(one, families, order)
+
+
+def _optimum(data: Data, families: Sequence[Family[Model]], order: Order) -> str:
+    model = constrain(Model(data), families)
+    (solution, got), want = solve(model.cp, order(model.objectives())), best(data)
+    if solution is None or want is None:
+        return "" if solution is None and want is None else f"solvable: {solution is not None}, not {want is not None}"
+    if got != want:
+        return _differ("optimum", got, want)
+    at: Assignment = {key: frozenset() for key in ((o.name, w) for o in data.items for w in o.places)}
+    for name, places in read(model, solution).places.items():
+        at |= {(name, w): frozenset[Place]({p}) for w, p in places.items()}
+    return "" if legal(data, at) and worth(data, at) == want else "the solution is not worth its own objectives"
+
+
+def _assignment(one: Instance, families: Sequence[Family[Model]], order: Order) -> str:
+    model = constrain(Model(one.data), families)
+    for (name, w, place), literal in model.at.items():
+        model.cp.add(literal == int(place in one.at[name, w]))
+    solution, got = solve(model.cp, order(model.objectives()))
+    if not legal(one.data, one.at):
+        return "" if solution is None else "an illegal assignment is allowed"
+    if solution is None:
+        return "a legal assignment is refused"
+    want = worth(one.data, one.at)
+    return "" if got == want else _differ("an assignment", got, want)
+
+
+def _differ(what: str, got: dict[str, int], want: dict[str, int]) -> str:
+    name = next(n for n in OBJECTIVES if got[n] != want[n])
+    return f"{what}: {name} {got[name]}, by enumeration {want[name]}"
+
+
+def _wide_or_deep() -> Instance:
+    """A saved state of 2: in HBM 2 over in three windows, in the pool 3 over in one, beside what is there already."""
+    windows: tuple[str, ...] = ("a", "b", "c")
+    saved = Item("saved", 2, dict.fromkeys(windows, frozenset({"hbm", "host"})), recomputable=True)
+    pinned = Item("pinned", 3, {"a": frozenset({"host"})})
+    stretches = tuple(Stretch((w,)) for w in windows)
+    data = Data(windows, (saved, pinned), 0, 2, stretches, dict[str, int].fromkeys(windows, 0))
+    return Instance(data, {key: frozenset() for key in ((o.name, w) for o in data.items for w in o.places)})
+
+
+RESIDENCY = Oracle("residency", FAMILIES, OBJECTIVES, instances(), disagreement, (_wide_or_deep(),))
