@@ -1,0 +1,94 @@
+"""What one rank of a parallel training engine holds of a model: tensor, pipeline, context and expert parallelism.
+
+    stage 0             embedding, vision tower, layers 0 .. L/pp - 1
+    stage pp-1          layers .. L-1, final norm, head (or the copy of a tied embedding)
+    tensor parallel     every sharded tensor over tp ranks           expert parallel     whole experts over ep ranks
+    context parallel    nothing: weights are repeated, tokens are cut
+
+Stages differ, programs do not: a plan holds for every rank, so a size is that of the stage that has most of it.
+Source: Megatron-Core (parallel_state, gpt_model, experts); Narayanan et al. 2021, arXiv 2104.04473.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rollplex.ir.spec import ModelSpec, Part, Tensor
+
+EXPERTS = frozenset({"expert_gate_up", "expert_down"})
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ways an engine cuts a model (tp, pp, ep) and its tokens (cp), and how often it repeats it (dp)."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    @property
+    def model(self) -> int:
+        """GPUs that work on one sequence together."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same dense weights, over which their gradients are reduced."""
+        return self.dp * self.cp
+
+    def __str__(self) -> str:
+        named = (("PP", self.pp), ("CP", self.cp), ("EP", self.ep))
+        return " ".join([f"TP{self.tp}", *(f"{name}{size}" for name, size in named if size > 1)])
+
+
+def stage_of(spec: ModelSpec, tensor: Tensor, pp: int) -> int:
+    """The pipeline stage of a tensor; layers are dealt out evenly, the embedding first, norm and head last."""
+    if tensor.part == "vision" or tensor.kind == "embed":
+        return 0
+    return pp - 1 if tensor.layer is None else tensor.layer * pp // spec.layers
+
+
+def stage_layers(spec: ModelSpec, pp: int) -> int:
+    """Language layers of the stage that has most."""
+    return -(-spec.layers // pp)
+
+
+def rank_numel(spec: ModelSpec, tensor: Tensor, degrees: Degrees) -> int:
+    """Elements that a rank of the tensor's stage holds of it."""
+    numel = spec.shard_numel(tensor, degrees.tp)
+    return numel // degrees.ep if tensor.kind in EXPERTS else numel
+
+
+@lru_cache(maxsize=512)
+def stage_parameters(spec: ModelSpec, degrees: Degrees, stage: int, part: Part | None = None) -> tuple[int, int]:
+    """Elements that a rank of a stage holds: dense ones, and of experts."""
+    dense = experts = 0
+    for tensor in spec.tensors():
+        copied = spec.tied and degrees.pp > 1 and tensor.kind == "embed" and stage == degrees.pp - 1
+        if part not in (None, tensor.part) or not (copied or stage_of(spec, tensor, degrees.pp) == stage):
+            continue
+        numel = rank_numel(spec, tensor, degrees)
+        dense, experts = (dense, experts + numel) if tensor.kind in EXPERTS else (dense + numel, experts)
+    return dense, experts
+
+
+def rank_parameters(spec: ModelSpec, degrees: Degrees, part: Part | None = None) -> int:
+    """Parameters of a part, or of the whole model, on the rank that holds most."""
+    return max(sum(stage_parameters(spec, degrees, stage, part)) for stage in range(degrees.pp))
+
+
+def owned_parameters(spec: ModelSpec, degrees: Degrees, parts: tuple[Part, ...]) -> int:
+    """Parameters whose optimizer state a rank keeps when that state is cut over all ranks that repeat them.
+
+    Dense parameters are repeated dp x cp times, an expert's dp x cp / ep times.
+    """
+    return max(_owned(spec, degrees, parts, stage) for stage in range(degrees.pp))
+
+
+def _owned(spec: ModelSpec, degrees: Degrees, parts: tuple[Part, ...], stage: int) -> int:
+    held = [stage_parameters(spec, degrees, stage, part) for part in parts]
+    dense, experts = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
+    return -(-dense // degrees.replicas) + -(-experts * degrees.ep // degrees.replicas)
