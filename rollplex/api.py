@@ -9,20 +9,24 @@ torch and OR-Tools are imported by the functions that need them, so that the oth
 
 from __future__ import annotations
 
-import difflib
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollplex.hosts import HostFunction
-from rollplex.ir.errors import PassError, PlanError, Problem, RunError
+from rollplex.ir.errors import PlanError, PluginError, Problem, RunError
 from rollplex.ir.models import ModelSpec, load_model, model_names
 from rollplex.ir.plan import Plan, read_plan
+from rollplex.ir.plugins import DISABLE, GROUPS, Plugin, declared, disabled
+from rollplex.ir.stopwatch import stage
 from rollplex.show.header import job_of
 
 if TYPE_CHECKING:
     from rollplex.ir.dsl import Algorithm
+    from rollplex.ir.job import Job
+    from rollplex.passes.base import Pass
     from rollplex.passes.pipeline import OnPass, PassReport
     from rollplex.runtime.events import Progress
     from rollplex.runtime.run import RunResult
@@ -40,58 +44,122 @@ class Compiled:
 
 
 def compile_files(
-    algorithm: str, job: str | Path, overrides: Sequence[str] = (), on_pass: OnPass | None = None
+    algorithm: str, job: str | Path, overrides: Sequence[str] = (), on_pass: OnPass | None = None, passes: str = ""
 ) -> Compiled:
-    """Compile FILE.py or FILE.py:NAME under a job file with `a.b=c` overrides; infeasible is a result, not an error.
+    """Compile an algorithm under a job file with `a.b=c` overrides; infeasible is a result, not an error.
 
-    Raises RollplexError for whatever is wrong with the input.
+    The algorithm is FILE.py, FILE.py:NAME, or the NAME of one that an installed package has; `passes` is what
+    `--passes` says, empty for all of them. Raises RollplexError for whatever is wrong with the input.
     """
-    from rollplex.ir.job import load_job
-
-    loaded_job = load_job(job, overrides)  # the job first: its mistakes show before torch is imported
-    from rollplex.ir.loading import load_algorithm
+    loaded, loaded_job = _load(algorithm, job, overrides)
     from rollplex.passes.pipeline import compile_plan
 
-    file, _, name = algorithm.partition(".py:")
-    loaded = load_algorithm(f"{file}.py" if name else algorithm, name or None)
-    return Compiled(compile_plan(loaded, loaded_job, on_pass=on_pass), loaded)
+    return Compiled(compile_plan(loaded, loaded_job, on_pass=on_pass, passes=_selected(passes)), loaded)
+
+
+def run_passes(
+    algorithm: str, job: str | Path, overrides: Sequence[str] = (), on_pass: OnPass | None = None, passes: str = ""
+) -> None:
+    """Run some passes for what they report to `on_pass`; no plan comes of it, so none of its facts need be there."""
+    loaded, loaded_job = _load(algorithm, job, overrides)
+    from rollplex.passes import pipeline
+    from rollplex.passes.selection import check_needs
+
+    chosen = _selected(passes)
+    check_needs(chosen, pipeline.full_pipeline())
+    pipeline.run_passes(pipeline.start(loaded, loaded_job), chosen, on_pass)
+
+
+def _load(algorithm: str, job: str | Path, overrides: Sequence[str]) -> tuple[Algorithm, Job]:
+    """The job first: its mistakes show before torch is imported."""
+    with stage("read the job"):
+        from rollplex.ir.job import load_job
+
+        loaded_job = load_job(job, overrides)
+    with stage("import torch and OR-Tools"):
+        import rollplex.passes.pipeline  # noqa: F401  (measured here, used by the callers)
+        from rollplex.ir.loading import find_algorithm
+    with stage("load the algorithm"):
+        return find_algorithm(algorithm), loaded_job
+
+
+def _selected(passes: str) -> tuple[Pass, ...]:
+    from rollplex.passes.pipeline import full_pipeline
+    from rollplex.passes.selection import select
+
+    return select(full_pipeline(), passes)
+
+
+def ends_early(passes: str) -> bool:
+    """Whether a `--passes` text names passes to run, so that no plan is meant to come of it."""
+    return any(not term.strip().startswith("-") for term in passes.split(",") if term.strip())
 
 
 @dataclass(frozen=True)
 class PassRow:
-    """A pass of the default pipeline: its name, the fact it makes, and the sentence that says what it does."""
+    """A pass: its name, the fact it makes, the sentence that says what it does, and the package it came with."""
 
     name: str
     makes: str
     does: str
+    package: str = ""
 
 
 def pass_rows() -> tuple[PassRow, ...]:
-    """The default pipeline in order."""
-    from rollplex.passes.pipeline import default_pipeline
+    """The pipeline in order, with the passes of installed packages."""
+    from rollplex.passes.pipeline import full_pipeline
 
-    return tuple(PassRow(p.name, p.makes.__name__, " ".join((p.__doc__ or "").split())) for p in default_pipeline())
+    return tuple(_row(p) for p in full_pipeline())
 
 
-def check_pass_names(names: Iterable[str]) -> None:
-    """PassError for names that are no pass of the pipeline, each with the nearest one that is."""
-    known = [row.name for row in pass_rows()]
-    wrong = [
-        Problem(f"no pass `{n}`", "--print-after", " or ".join(difflib.get_close_matches(n, known)) or ", ".join(known))
-        for n in names
-        if n not in known
-    ]
-    if wrong:
-        raise PassError(*wrong)
+def _row(p: Pass) -> PassRow:
+    from rollplex.passes.installed import InstalledPass
+
+    package = p.plugin.distribution if isinstance(p, InstalledPass) else ""
+    documented = p.inner if isinstance(p, InstalledPass) else p
+    does = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")[0]
+    return PassRow(p.name, p.makes.__name__, " ".join(does.split()), package)
+
+
+def check_pass_names(names: Iterable[str], passes: str = "") -> None:
+    """PassError for names of `--print-after` that are none of the passes that run, each with the nearest that is."""
+    from rollplex.passes.selection import check_names
+
+    check_names(names, [p.name for p in _selected(passes)], "--print-after")
 
 
 def describe_pass(report: PassReport) -> str:
     """The module after a pass: the graph as a program, and the fact that the pass made."""
     from rollplex.ir.printer import print_graph
 
-    made = next(row.makes for row in pass_rows() if row.name == report.name)
-    fact = next((f for kind, f in report.module.facts.items() if kind.__name__ == made), None)
-    return f"{print_graph(report.module.graph)}\n{made}\n{fact}\n"
+    return f"{print_graph(report.module.graph)}\n{report.makes.__name__}\n{report.module[report.makes]}\n"
+
+
+@dataclass(frozen=True)
+class PluginRow:
+    """An entry point of an installed package: where it stands, and why it is of no use, if so."""
+
+    group: str
+    name: str
+    package: str
+    problem: str
+
+
+def plugin_rows() -> tuple[PluginRow, ...]:
+    """Every entry point of the groups that are read; each is loaded to see whether it can be."""
+    return tuple(
+        PluginRow(p.group, p.name, f"{p.distribution} {p.version}", _trouble(p)) for g in GROUPS for p in declared(g)
+    )
+
+
+def _trouble(plugin: Plugin) -> str:
+    if disabled(plugin):
+        return f"switched off by {DISABLE}"
+    try:
+        plugin.load()
+    except PluginError as error:
+        return error.problems[0].what
+    return ""
 
 
 # ---- plans

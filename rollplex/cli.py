@@ -6,14 +6,21 @@ Exit status: 0 feasible or done, 1 infeasible, refused by the checker, or a run 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 
 from rollplex import __version__, api, terminal
-from rollplex.ir.errors import EngineError, OutOfMemory, RollplexError, RunError
+from rollplex.ir.errors import EngineError, OutOfMemory, PassError, RollplexError, RunError
 from rollplex.ir.plan import Plan
+from rollplex.ir.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from rollplex.passes.pipeline import OnPass, PassReport
 
 app = typer.Typer(
     add_completion=False,
@@ -23,7 +30,7 @@ app = typer.Typer(
     help="Compile RL post-training of vision-language models to memory plans, check them, and run them.",
 )
 
-AlgorithmFile = Annotated[str, typer.Argument(metavar="ALGORITHM", help="FILE.py, or FILE.py:NAME")]
+AlgorithmFile = Annotated[str, typer.Argument(metavar="ALGORITHM", help="FILE.py, FILE.py:NAME, or an installed NAME")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, as --set")]
 JobFile = Annotated[Path, typer.Option("--job", "-j", help="the job, a YAML file")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key: schedule=naive")]
@@ -46,12 +53,29 @@ def compile_(
     plan_only: Annotated[bool, typer.Option("--plan-only", help="print the plan page")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON and nothing else")] = False,
     print_after: Annotated[
-        list[str] | None, typer.Option(metavar="PASS", help="print the module after a pass (see `rollplex passes`)")
+        list[str] | None, typer.Option(metavar="PASS", help="print the module after this pass, or after `all`")
     ] = None,
+    passes: Annotated[
+        str, typer.Option(metavar="LIST", help="a,b: run these; ..a: up to a; -a: all but a (see `rollplex passes`)")
+    ] = "",
+    time: Annotated[bool, typer.Option("--time", help="print the seconds of each pass, and the solver's part")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to a file")] = None,
 ) -> None:
     """Compile an algorithm under a job to a plan; needs no GPU and no engine."""
-    plan = _compile(algorithm, job, _overrides(overrides, set_), print_after or (), quiet=as_json).plan
+    look = _Look(print_after or [], passes, sys.stderr if as_json else sys.stdout)
+    with Stopwatch() as watch:
+        if api.ends_early(passes):
+            _refuse_plan_options(passes, {"--plan-only": plan_only, "--json": as_json, "--output": output})
+            _run_passes(algorithm, job, _overrides(overrides, set_), look)
+            plan = None
+        else:
+            plan = _compile(algorithm, job, _overrides(overrides, set_), look).plan
+    if time:
+        from rollplex.show.tables import stages_table
+
+        terminal.show(stages_table(watch.stages), terminal.err() if as_json else None)
+    if plan is None:
+        raise typer.Exit
     if output:
         _write(output, plan.to_json())
     if as_json:
@@ -103,11 +127,26 @@ def run(
 
 @app.command()
 def passes() -> None:
-    """List the passes of the default pipeline: what each does and the fact it makes."""
+    """List the passes in order: what each does, the fact it makes, the package it is from."""
     from rollplex.show.tables import passes_table
     from rollplex.show.text import WIDTH
 
-    terminal.show(passes_table([(p.name, p.makes, p.does) for p in api.pass_rows()], WIDTH))
+    rows = api.pass_rows()
+    terminal.show(passes_table([(p.name, p.makes, f"{p.does}{_origin(p)}") for p in rows], WIDTH))
+
+
+def _origin(row: api.PassRow) -> str:
+    return f" (of {row.package})" if row.package else ""
+
+
+@app.command()
+def plugins() -> None:
+    """List what installed packages add (passes, algorithms, engines), and what is wrong with it."""
+    from rollplex.show.tables import plugins_table
+
+    rows = [(r.group, r.name, r.package, r.problem) for r in api.plugin_rows()]
+    terminal.show(plugins_table(rows))
+    raise typer.Exit(1 if any(problem for *_, problem in rows) else 0)
 
 
 @app.command()
@@ -145,21 +184,58 @@ def _overrides(bare: list[str] | None, options: list[str] | None) -> list[str]:
     return [*(options or ()), *(bare or ())]
 
 
-def _compile(
-    algorithm: str, job: Path, overrides: list[str], print_after: list[str] | tuple, quiet: bool
-) -> api.Compiled:
-    """Compile with the passes named on stderr as they run; modules asked for go to stdout, or stderr beside JSON."""
-    if print_after:
-        api.check_pass_names(print_after)
-    console = terminal.err()
-    with console.status("compiling") as status:
+@dataclass(frozen=True)
+class _Look:
+    """What to print of the passes as they run: after which, of which, and where."""
 
-        def on_pass(report: api.PassReport) -> None:
-            status.update(f"compiling: {report.name} took {report.seconds:.2f} s")
-            if report.name in print_after:
-                print(api.describe_pass(report), file=sys.stderr if quiet else sys.stdout)
+    after: list[str] = field(default_factory=list)
+    passes: str = ""
+    file: TextIO = sys.stdout
 
-        return api.compile_files(algorithm, job, overrides, on_pass)
+    def check(self) -> None:
+        """PassError for a name that is no pass."""
+        if wanted := [name for name in self.after if name != "all"]:
+            api.check_pass_names(wanted, self.passes)
+
+    @contextmanager
+    def progress(self) -> Iterator[OnPass]:
+        """Passes are named on stderr as they run; modules that were asked for are printed."""
+        with terminal.err().status("compiling") as status:
+
+            def on_pass(report: PassReport) -> None:
+                status.update(f"compiling: {report.name} took {report.seconds:.2f} s")
+                if report.name in self.after or "all" in self.after:
+                    print(f"after {report.name}\n{api.describe_pass(report)}", file=self.file)
+
+            yield on_pass
+
+
+def _compile(algorithm: str, job: Path, overrides: list[str], look: _Look) -> api.Compiled:
+    look.check()
+    with look.progress() as on_pass:
+        return api.compile_files(algorithm, job, overrides, on_pass, look.passes)
+
+
+def _run_passes(algorithm: str, job: Path, overrides: list[str], look: _Look) -> None:
+    """Run some of the passes; without `--print-after`, what the last of them left is printed."""
+    look.check()
+    last: list[PassReport] = []
+    with look.progress() as on_pass:
+
+        def keep(report: PassReport) -> None:
+            on_pass(report)
+            last[:] = [report]
+
+        api.run_passes(algorithm, job, overrides, keep, look.passes)
+    if not look.after:
+        print(f"after {last[0].name}\n{api.describe_pass(last[0])}")
+
+
+def _refuse_plan_options(passes: str, given: dict[str, object]) -> None:
+    options = [name for name, value in given.items() if value]
+    if options:
+        what = f"runs some passes only: no plan comes of it for {', '.join(options)}"
+        raise PassError(what, where=f"--passes {passes}", hint="-NAME leaves a pass out and still makes a plan")
 
 
 def _program(program: str, job: Path | None, overrides: list[str]) -> api.Compiled:
@@ -167,7 +243,7 @@ def _program(program: str, job: Path | None, overrides: list[str]) -> api.Compil
     if not program.endswith(".json"):
         if job is None:
             raise RunError("an algorithm needs a job", where=program, hint="--job examples/jobs/shapes_host.yaml")
-        return _compile(program, job, overrides, (), quiet=False)
+        return _compile(program, job, overrides, _Look())
     if job is not None or overrides:
         what = "a plan is compiled already: --job and overrides do not apply"
         raise RunError(what, where=program, hint="pass the algorithm instead of the plan, or leave them out")

@@ -24,4 +24,5 @@ def distribution(folder: Path, name: str, points: Mapping[str, Mapping[str, str]
 def visible(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the folder were site-packages, until the test is over."""
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(plugins, "_declared", plugins._declared.__wrapped__)
+    plugins.declared.cache_clear()
+    monkeypatch.setattr(plugins, "declared", plugins.declared.__wrapped__)

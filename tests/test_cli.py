@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -164,6 +165,63 @@ def test_print_after_shows_the_module(rollplex: Rollplex) -> None:
     beside = rollplex("compile", GRPO, "--job", JOB, "--print-after", "layout", "--json")
     assert json.loads(beside.out)
     assert "case 3 7.2 %" in beside.err
+
+
+def test_print_after_all_is_after_each(rollplex: Rollplex) -> None:
+    """Every pass under its name, in order."""
+    out = rollplex("compile", GRPO, "--job", JOB, "--print-after", "all", "-o", "/dev/null").out
+    printed = [line.removeprefix("after ") for line in out.splitlines() if line.startswith("after ")]
+    assert printed == [row.name for row in api.pass_rows()]
+
+
+def test_some_passes_print_what_the_last_one_left(rollplex: Rollplex) -> None:
+    """`..PASS` ends there: its fact, no plan, exit 0."""
+    result = rollplex("compile", GRPO, "--job", JOB, "--passes", "..share-prefix")
+    assert result.status == 0
+    assert result.out.startswith("after share-prefix\n@rx.algorithm")
+    assert "kv_act    actor            32              8  one for each prompt" in result.out
+    assert "FITS" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--passes", "-residency"],
+            "--passes: `lower` needs Residency, which `residency` makes\n  try: run `residency`",
+        ),
+        (
+            ["--passes", "..layout", "--json"],
+            "--passes ..layout: runs some passes only: no plan comes of it for --json",
+        ),
+        (["--passes", "..layout", "--print-after", "lower"], "--print-after: no pass `lower`\n  try: infer-types, "),
+    ],
+)
+def test_passes_that_make_no_sense(argv: list[str], message: str, rollplex: Rollplex) -> None:
+    """Wrong input, with who needs what, and nothing on stdout."""
+    result = rollplex("compile", GRPO, "--job", JOB, *argv)
+    assert result.status == 2
+    assert message in result.err
+    assert result.out == ""
+
+
+def test_time_is_told_by_pass(rollplex: Rollplex) -> None:
+    """From the job to the check, the parts add up to the total; a solver pass has a solver's share."""
+    out = rollplex("compile", GRPO, "--job", JOB, "-o", "/dev/null", "--time").out
+    rows = re.findall(r"^(\S.*?) {2,}([\d.]+)(?: +([\d.]+))?$", out, re.MULTILINE)
+    table = {name: (float(seconds), float(solver or 0)) for name, seconds, solver in rows}
+    assert list(table)[:3] == ["read the job", "import torch and OR-Tools", "load the algorithm"]
+    assert [name for name in table if name in {r.name for r in api.pass_rows()}] == [r.name for r in api.pass_rows()]
+    seconds, solver = table.pop("total")
+    assert seconds == pytest.approx(sum(row[0] for row in table.values()), abs=0.02)
+    assert 0 < solver < seconds
+    assert 0 < table["residency"][1] <= table["residency"][0]
+
+
+def test_no_package_adds_anything(rollplex: Rollplex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said in words, not as an empty table."""
+    monkeypatch.setattr(api, "declared", lambda group: ())
+    assert rollplex("plugins").out == "no installed package adds a pass, an algorithm or an engine\n"
 
 
 def test_an_unknown_pass_is_corrected(rollplex: Rollplex) -> None:

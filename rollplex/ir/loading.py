@@ -12,7 +12,25 @@ from types import ModuleType
 
 from rollplex.ir.dsl import Algorithm
 from rollplex.ir.errors import GraphError, Loc, RollplexError
+from rollplex.ir.plugins import installed
 from rollplex.ir.tracing import closest
+
+
+def find_algorithm(text: str) -> Algorithm:
+    """What the command line calls an algorithm: FILE.py, FILE.py:NAME, or the NAME of one that a package has."""
+    file, python, name = text.partition(".py:")
+    if python or text.endswith(".py"):
+        return load_algorithm(f"{file}.py" if python else text, name or None)
+    plugins = installed("rollplex.algorithms")
+    if text in plugins:
+        found = plugins[text].load()
+        if not isinstance(found, Algorithm):
+            raise plugins[text].refusal(f"{found!r} is no algorithm", "put @rx.algorithm above the function")
+        return found
+    if Path(text).exists():
+        return load_algorithm(text)
+    hint = closest(text, plugins) if plugins else "FILE.py, or install the package that has it"
+    raise GraphError(f"there is no file {text}, and no installed algorithm of this name", hint=hint)
 
 
 def load_algorithm(path: str | Path, name: str | None = None) -> Algorithm:

@@ -57,8 +57,8 @@ def installed(group: Group) -> dict[str, Plugin]:
     """Every entry point of a group by name, in the order of names; PluginError when two share a name."""
     found: dict[str, Plugin] = {}
     clashes: list[Problem] = []
-    for plugin in _declared(group):
-        if _disabled(plugin.distribution):
+    for plugin in declared(group):
+        if disabled(plugin):
             continue
         if plugin.name in found:
             what = f"{found[plugin.name].distribution} has a `{plugin.name}` too"
@@ -69,9 +69,10 @@ def installed(group: Group) -> dict[str, Plugin]:
     return found
 
 
-def _disabled(distribution: str) -> bool:
+def disabled(plugin: Plugin) -> bool:
+    """Whether the user switched its distribution off."""
     switched_off = {_normal(name) for name in os.environ.get(DISABLE, "").split(",")}
-    return "all" in switched_off or _normal(distribution) in switched_off
+    return "all" in switched_off or _normal(plugin.distribution) in switched_off
 
 
 def _normal(name: str) -> str:
@@ -80,8 +81,8 @@ def _normal(name: str) -> str:
 
 
 @cache
-def _declared(group: str) -> tuple[Plugin, ...]:
-    """Reading every installed distribution's metadata takes tens of milliseconds: once a process."""
+def declared(group: Group) -> tuple[Plugin, ...]:
+    """Every entry point of a group, switched off or not; reading all installed metadata takes a while: once only."""
     found = (Plugin(group, e.name, *_distribution(e), e) for e in entry_points(group=group))
     return tuple(sorted(found, key=lambda p: (p.name, p.distribution)))
 

@@ -33,6 +33,9 @@ from rollplex.passes.share_policy import SharePolicy
 from rollplex.passes.state import START, Lifetimes, StateObject
 from rollplex.passes.work import patches
 
+NEEDS: tuple[type, ...] = (Schedule, Layout, Lifetimes, Residency, Chunks, SharePolicy, Estimate, Programs)
+"""The facts that a plan is made of."""
+
 
 def build_plan(module: Module) -> Plan:
     """The plan of a module that went through all passes."""

@@ -278,9 +278,13 @@ def whole_update(job: Job, smallest: SizeChoice) -> Chunks:
 
 @dataclass(frozen=True)
 class ChunkSizesPass:
-    """Solve optimizer chunks and responses a suffix step from the room that residency leaves (CP-SAT)."""
+    """Solve optimizer chunks and responses a suffix step from the room that residency leaves (CP-SAT).
+
+    Job keys: `optimizer.chunks`, `optimizer.in_flight`, `workload.group`, `solver`.
+    """
 
     name: ClassVar[str] = "chunk-sizes"
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Lifetimes, Residency)
     makes: ClassVar[type] = Chunks
 
     def run(self, module: Module) -> Module:

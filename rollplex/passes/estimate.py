@@ -1,4 +1,10 @@
-"""Predicted seconds of the iteration, and how much the overlap can save at most (paper section 3.1, equation 1)."""
+"""Predicted seconds of the iteration, and how much the overlap can save at most (paper section 3.1, equation 1).
+
+decode 88.4 s  prefix 16.9 s  post 72.9 s  step 163.0 s  serial 179.2 s  1.10x
+
+T_D decode, T_P prefix, d_D decode's slowdown beside the prefixes, T_post all after the rollout: the serial step takes
+T_D + T_P + T_post, and overlap saves min(T_P - d_D, T_D) of it at most.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +36,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EstimatePass:
-    """Evaluate equation 1: T = max(T_D + d_D, T_P) + T_post, plus the transfers that stay exposed."""
+    """Evaluate equation 1: T = max(T_D + d_D, T_P) + T_post, plus the transfers that stay exposed.
+
+    Job keys: `cluster`, `model`, `roles`, `workload`, `sharing`.
+    """
 
     name: ClassVar[str] = "estimate"
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Residency)
     makes: ClassVar[type] = Estimate
 
     def run(self, module: Module) -> Module:

@@ -275,9 +275,13 @@ def _samples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class InferTypes:
-    """Types with named dims for every value; broadcasting by name becomes explicit."""
+    """Types with named dims for every value; broadcasting by name becomes explicit.
+
+    Job keys: `model.dtype`, `workload`.
+    """
 
     name: ClassVar[str] = "infer-types"
+    needs: ClassVar[tuple[type, ...]] = ()
     makes: ClassVar[type] = Types
 
     def run(self, module: Module) -> Module:

@@ -228,9 +228,13 @@ def _vision(spec: ModelSpec) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class LayoutPass:
-    """Classify every actor tensor as alias, transpose or rebuild, and place rollout ranks on training GPUs."""
+    """Classify every actor tensor as alias, transpose or rebuild, and place rollout ranks on training GPUs.
+
+    Job keys: `layout`, `model`, `roles`, `solver`.
+    """
 
     name: ClassVar[str] = "layout"
+    needs: ClassVar[tuple[type, ...]] = ()
     makes: ClassVar[type] = Layout
 
     def run(self, module: Module) -> Module:

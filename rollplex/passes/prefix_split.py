@@ -119,6 +119,7 @@ class PrefixSplit:
     """Every model call becomes prefix + suffix where its prompts are known before the response."""
 
     name: ClassVar[str] = "prefix-split"
+    needs: ClassVar[tuple[type, ...]] = (Types,)
     makes: ClassVar[type] = Split
 
     def run(self, module: Module) -> Module:

@@ -238,9 +238,13 @@ def read(model: Model, solution: Solution) -> Residency:
 
 @dataclass(frozen=True)
 class ResidencyPass:
-    """Solve HBM, host or dropped for every object and window under both capacities (CP-SAT)."""
+    """Solve HBM, host or dropped for every object and window under both capacities (CP-SAT).
+
+    Job keys: `cluster.capacity_gib`, `cluster.host_memory_gb`, `cluster.pinned_share`, `solver`.
+    """
 
     name: ClassVar[str] = "residency"
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Lifetimes)
     makes: ClassVar[type] = Residency
 
     def run(self, module: Module) -> Module:

@@ -21,6 +21,7 @@ from rollplex.ir import graph as g
 from rollplex.ir import ops
 from rollplex.ir.errors import GraphError
 from rollplex.ir.module import Module
+from rollplex.passes.prefix_split import Split
 
 Kind = Literal["prefix", "decode", "score", "train", "update", "publish"]
 Phase = Literal["P1", "P2", "P3"]
@@ -160,9 +161,13 @@ def check_calls(graph: fx.Graph, calls: list[Call]) -> None:
 
 @dataclass(frozen=True)
 class SchedulePass:
-    """Arrange the split calls into phases, windows and barriers under the job's schedule."""
+    """Arrange the split calls into phases, windows and barriers under the job's schedule.
+
+    Job keys: `schedule`.
+    """
 
     name: ClassVar[str] = "schedule"
+    needs: ClassVar[tuple[type, ...]] = (Split,)
     makes: ClassVar[type] = Schedule
 
     def run(self, module: Module) -> Module:

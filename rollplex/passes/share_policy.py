@@ -1,4 +1,9 @@
-"""How prefix work and decode share the GPU: MPS default, or a fixed share of the SMs (paper section 4.6)."""
+"""How prefix work and decode share the GPU: MPS default, or a fixed share of the SMs (paper section 4.6).
+
+sharing: {kind: mps}                  mps     either side may take what the other leaves idle
+sharing: {kind: fixed, share: 0.6}    fixed   60 % of the SMs for prefix work
+schedule: serial                      none    phases run one after the other
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,13 @@ class SharePolicy:
 
 @dataclass(frozen=True)
 class SharePolicyPass:
-    """Take the job's sharing: MPS default, or the stated share; nothing is shared where nothing overlaps."""
+    """Take the job's sharing: MPS default, or the stated share; nothing is shared where nothing overlaps.
+
+    Job keys: `sharing`.
+    """
 
     name: ClassVar[str] = "share-policy"
+    needs: ClassVar[tuple[type, ...]] = (Schedule,)
     makes: ClassVar[type] = SharePolicy
 
     def run(self, module: Module) -> Module:

@@ -62,9 +62,13 @@ def shared(node: Node, job: Any) -> SharedPrefix:
 
 @dataclass(frozen=True)
 class SharePrefix:
-    """One prefix for each prompt group; the boundary is read once for each response."""
+    """One prefix for each prompt group; the boundary is read once for each response.
+
+    Job keys: `workload.prompts`, `workload.group`.
+    """
 
     name: ClassVar[str] = "share-prefix"
+    needs: ClassVar[tuple[type, ...]] = (Split,)
     makes: ClassVar[type] = SharedPrefixes
 
     def run(self, module: Module) -> Module:

@@ -18,6 +18,7 @@ from ortools.sat.python import cp_model
 
 from rollplex.ir.errors import SolverTimeout
 from rollplex.ir.plan import SolverResult
+from rollplex.ir.stopwatch import solving
 
 Model = TypeVar("Model")
 
@@ -93,6 +94,7 @@ def minimise(
         else:
             solver, status = _solve(model, objective, seconds, seed)
             total += solver.wall_time
+            solving(solver.wall_time)
             if status == cp_model.INFEASIBLE and found is None:
                 return None
             if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from rollplex.ir.hardware import Gpu
 from rollplex.ir.models import ModelSpec
+from rollplex.ir.stopwatch import Stage
 from rollplex.show.text import joined, line, table
 
 
@@ -51,6 +52,22 @@ def passes_table(rows: Sequence[tuple[str, str, str]], width: int) -> list[Text]
         wrapped = joined(does.split(), width - len(head), " ")
         lines += [line(head if k == 0 else " " * len(head), text) for k, text in enumerate(wrapped)]
     return lines
+
+
+def plugins_table(rows: Sequence[tuple[str, str, str, str]]) -> list[Text]:
+    """(group, name, package, problem): what installed packages add."""
+    if not rows:
+        return [line("no installed package adds a pass, an algorithm or an engine")]
+    head = ("group", "name", "package", "state")
+    return _headed(table([head, *((g, n, p, problem or "ok") for g, n, p, problem in rows)]))
+
+
+def stages_table(stages: Sequence[Stage]) -> list[Text]:
+    """Seconds of each stage of a command, and those of them that a solver ran."""
+    total = Stage("total", sum(s.seconds for s in stages), sum(s.solver_s for s in stages))
+    rows = [("", "seconds", "solver")]
+    rows += [(s.name, f"{s.seconds:.3f}", f"{s.solver_s:.3f}" if s.solver_s else "") for s in (*stages, total)]
+    return _headed(table(rows, right=(1, 2)))
 
 
 def _headed(lines: list[str]) -> list[Text]:
