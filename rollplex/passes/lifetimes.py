@@ -4,8 +4,8 @@ One line an object, as the paper's Table 3: class, attached or not, producer, co
 dropped) is said here; where it goes is the residency pass's to decide.
 
 actor.snapshot          15.262 GiB  regenerable            start -> P1 prefix-reference, .. P3 publish
-reference.boundary       8.000 GiB  boundary               P1 prefix-reference -> P1 prefix-reference, P2 score-reference
-actor.prefix_saved      20.000 GiB  phase-local  attached  P1 prefix-actor -> P1 prefix-actor, P2 train-actor
+reference.boundary       8.000 GiB  boundary               P1 prefix-reference -> .. P2 score-reference
+actor.prefix_saved      20.000 GiB  phase-local  attached  P1 prefix-actor -> .. P2 train-actor
 """
 
 from __future__ import annotations
