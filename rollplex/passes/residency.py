@@ -43,7 +43,9 @@ from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency as Place
 from rollplex.ir.plan import SolverResult
 from rollplex.passes.residency_data import PLACES, UNIT, Data, Item, gather
+from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
+from rollplex.passes.state import Lifetimes
 
 LONGEST_US = 10**12
 
