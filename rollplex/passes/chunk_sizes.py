@@ -12,7 +12,7 @@ Variables   K       chunks                           E    units of one chunk    
 Constraints (1)  KE = K E
             (2)  KE >= P                                        the chunks cover the parameters,
             (3)  KE - E < P                                     and none is empty
-            (4)  K = the job's optimizer.chunks                 where it names a number
+            (4)  K = the job's optimizer.chunks                 where it names a number; E = what an ablation holds
             (5)  F = min(s E, KE)                               there may be fewer chunks than may overlap
             (6)  sum_m x[m] = 1
             (7)  sum_m W[m,w] x[m] + (F B if w updates) <= R[w] + over[w]
@@ -44,7 +44,7 @@ from rollplex.passes.inventory import (
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
-from rollplex.passes.state import Lifetimes, SizeChoice
+from rollplex.passes.state import HeldSizes, Lifetimes, SizeChoice
 from rollplex.passes.work import trained_parameters
 
 ALIGN = 64
@@ -68,7 +68,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Data:
-    """Numbers of the docstring; `alive` are the windows of each suffix workspace, `wanted` the job's own K."""
+    """Numbers of the docstring; `alive` are the windows of each suffix workspace, `wanted` the job's own K, `held` an ablation's E."""
 
     parameters: int
     in_flight: int
@@ -80,6 +80,7 @@ class Data:
     ps_per_element: int
     group: int
     wanted: int | None = None
+    held: int | None = None
 
     @property
     def units(self) -> int:
@@ -111,6 +112,7 @@ def gather(module: Module) -> Data:
         ps_per_element=round(Costs(job).link_s(sum(at_host)) * 1e12 / parameters),
         group=job.group,
         wanted=wanted_chunks(job, -(-parameters // ALIGN)),
+        held=module[HeldSizes].chunk_elements if job.ablate else None,
     )
 
 
@@ -199,6 +201,8 @@ def wanted_count(m: Model) -> None:
     """(4)."""
     if m.data.wanted is not None:
         m.cp.add(m.count == m.data.wanted)
+    if m.data.held is not None:
+        m.cp.add(m.units == -(-m.data.held // ALIGN))
 
 
 def in_flight(m: Model) -> None:
@@ -234,7 +238,7 @@ FAMILIES: tuple[Family[Model], ...] = (
     Family(1, "parameters that the chunks take", product),
     Family(2, "chunks cover the parameters", cover),
     Family(3, "no chunk is empty", none_empty),
-    Family(4, "the job's own number of chunks", wanted_count),
+    Family(4, "the number of chunks that is stated, the size that is held", wanted_count),
     Family(5, "chunks in flight", in_flight),
     Family(6, "one size of suffix step", one_step),
     Family(7, "room for what is alive together", room),

@@ -11,7 +11,7 @@ from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency
 from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Call, Kind, Schedule
-from rollplex.passes.state import SizeChoice, StateObject, Use
+from rollplex.passes.state import HeldSizes, SizeChoice, StateObject, Use
 from rollplex.passes.work import (
     communicators,
     one_response,
@@ -62,11 +62,13 @@ class Inventory:
     job: Job
     schedule: Schedule
     case3_bytes: int
+    held_elements: int | None = None
 
     @classmethod
     def of(cls, module: Module) -> Inventory:
         """The inventory of a module that knows its schedule and layout."""
-        return cls(module.job, module[Schedule], module[Layout].summary.case3_buffer_bytes)
+        held = module[HeldSizes].chunk_elements if module.job.ablate else None
+        return cls(module.job, module[Schedule], module[Layout].summary.case3_buffer_bytes, held)
 
     # ---- switches
 
@@ -302,6 +304,6 @@ class Inventory:
             )  # fmt: skip
         if not (self.naive or whole):
             element = workspace_bytes_per_element(job, streamed=True)
-            nbytes = chunks_in_flight(job) * -(-parameters // MIN_CHUNKS) * element
+            nbytes = chunks_in_flight(job) * (self.held_elements or -(-parameters // MIN_CHUNKS)) * element
             workspace = self._workspace("optimizer.workspace", "optimizer chunks in flight", nbytes, update)
             yield workspace

@@ -1,7 +1,7 @@
 """The default pipeline: passes in order, each timed, the graph verified after each; then a plan, checked.
 
-infer-types  prefix-split  share-prefix  schedule  layout  lifetimes
-residency    chunk-sizes   share-policy  estimate  lower
+infer-types  prefix-split  share-prefix  schedule      layout    hold-sizes
+lifetimes    residency     chunk-sizes   share-policy  estimate  lower
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rollplex.ir.module import Module
 from rollplex.ir.plan import Plan
 from rollplex.ir.stopwatch import stage
 from rollplex.ir.types import RoleKind
+from rollplex.passes.ablation import HoldSizes
 from rollplex.passes.assemble import NEEDS, build_plan
 from rollplex.passes.base import Pass
 from rollplex.passes.chunk_sizes import ChunkSizesPass
@@ -57,6 +58,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         SharePrefix(),
         SchedulePass(),
         LayoutPass(),
+        HoldSizes(),
         LifetimesPass(),
         ResidencyPass(),
         ChunkSizesPass(),

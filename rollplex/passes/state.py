@@ -75,3 +75,14 @@ class Lifetimes:
             for o in self.objects
         )
         return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class HeldSizes:
+    """Parameters of an optimizer chunk that an ablation takes over from the full schedule; None leaves it to solve."""
+
+    made_by: ClassVar[str] = "hold-sizes"
+    chunk_elements: int | None = None
+
+    def __str__(self) -> str:
+        return f"chunks of {self.chunk_elements:,} parameters" if self.chunk_elements else "nothing is held"
