@@ -1,4 +1,4 @@
-"""What an ablation holds fixed: the update of the full schedule, so that one mechanism is missing and nothing else moves.
+"""What an ablation holds fixed: the update of the full schedule, so that one mechanism is missing and no more.
 
 ablate=[weight_sharing]      held  4 optimizer chunks of 1,032,847,360 parameters, 46.17 GiB in flight
 
@@ -16,8 +16,10 @@ from typing import ClassVar
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.passes.chunk_sizes import ALIGN, ChunkSizesPass, gather
+from rollplex.passes.layout import Layout
 from rollplex.passes.lifetimes import LifetimesPass
 from rollplex.passes.residency import ResidencyPass
+from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import HeldSizes, Lifetimes, StateObject
 
 
@@ -28,7 +30,7 @@ def holds(job: Job) -> bool:
 
 def full_schedule(module: Module) -> Module:
     """The module with every mechanism on, through the passes that size its update."""
-    full = replace(module, job=module.job.model_copy(update={"ablate": ()}))
+    full = replace(module, job=module.job.model_copy(update={"ablate": ()})).put(HeldSizes())
     for p in (LifetimesPass(), ResidencyPass(), ChunkSizesPass()):
         full = p.run(full)
     return full
@@ -49,9 +51,13 @@ def _stays(o: StateObject, update: str) -> bool:
 
 @dataclass(frozen=True)
 class HoldSizes:
-    """Find the update sizes of the full schedule, for a job that switches a mechanism of it off."""
+    """Find the update sizes of the full schedule, for a job that switches a mechanism of it off.
+
+    Job keys: `ablate`, `optimizer.chunks`, `cluster`.
+    """
 
     name: ClassVar[str] = "hold-sizes"
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout)
     makes: ClassVar[type] = HeldSizes
 
     def run(self, module: Module) -> Module:

@@ -30,10 +30,10 @@ from rollplex.passes.records import graph_records, host_names, loss_plan
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Phase, Schedule
 from rollplex.passes.share_policy import SharePolicy
-from rollplex.passes.state import START, Lifetimes, StateObject
+from rollplex.passes.state import START, HeldSizes, Lifetimes, StateObject
 from rollplex.passes.work import patches
 
-NEEDS: tuple[type, ...] = (Schedule, Layout, Lifetimes, Residency, Chunks, SharePolicy, Estimate, Programs)
+NEEDS: tuple[type, ...] = (Schedule, Layout, HeldSizes, Lifetimes, Residency, Chunks, SharePolicy, Estimate, Programs)
 """The facts that a plan is made of."""
 
 
@@ -187,6 +187,12 @@ def warnings(module: Module) -> list[str]:
             found.append(f"{o.title} ({pretty(o.nbytes)}) return to HBM {fetches}x a step")
     if job.spec.vision and job.workload.max_pixels is None and job.workload.frames:
         found.append(f"no workload.max_pixels: every prompt token may be visual, {patches(job)} patches a prompt")
+    if module[HeldSizes].chunk_elements:
+        chunks = module[Chunks].summary.optimizer
+        found.append(
+            f"an ablation holds the update of the full schedule: {chunks.count} chunks, the largest it has room for "
+            "(paper section 3.2); state optimizer.chunks to see whether finer ones make up for what is switched off"
+        )
     if job.workload.response_median is None:
         found.append("no workload.response_median: decode is predicted for responses that all fill their budget")
     return found

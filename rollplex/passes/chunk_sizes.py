@@ -112,7 +112,7 @@ def gather(module: Module) -> Data:
         ps_per_element=round(Costs(job).link_s(sum(at_host)) * 1e12 / parameters),
         group=job.group,
         wanted=wanted_chunks(job, -(-parameters // ALIGN)),
-        held=module[HeldSizes].chunk_elements if job.ablate else None,
+        held=module[HeldSizes].chunk_elements,
     )
 
 
@@ -288,7 +288,7 @@ class ChunkSizesPass:
     """
 
     name: ClassVar[str] = "chunk-sizes"
-    needs: ClassVar[tuple[type, ...]] = (Schedule, Lifetimes, Residency)
+    needs: ClassVar[tuple[type, ...]] = (Schedule, HeldSizes, Lifetimes, Residency)
     makes: ClassVar[type] = Chunks
 
     def run(self, module: Module) -> Module:

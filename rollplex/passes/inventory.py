@@ -25,7 +25,7 @@ from rollplex.passes.work import (
 ADAM_TEMPORARIES = 2
 """Elements that torch's Adam allocates for each it updates: numerator and denominator of the step."""
 MIN_CHUNKS = 64
-"""The residency pass reserves an optimizer workspace of this fineness; chunk-sizes enlarges it where there is room."""
+"""Unless the job states a number, residency reserves an optimizer workspace this fine; chunk-sizes enlarges it."""
 
 
 def pages(nbytes: int, page_bytes: int) -> int:
@@ -50,6 +50,12 @@ def workspace_bytes_per_element(job: Job, streamed: bool) -> int:
     return temporaries + (chunk_bytes_per_element(job) if streamed else 0)
 
 
+def reserved_elements(job: Job, parameters: int, held: int | None = None) -> int:
+    """Parameters of the chunk that residency makes room for: an ablation's, or by the number the job states."""
+    stated = job.optimizer.chunks
+    return held or -(-parameters // (MIN_CHUNKS if stated == "auto" else int(stated)))
+
+
 def chunks_in_flight(job: Job) -> int:
     """Optimizer chunks whose load, update and return overlap: one where the engine takes them one after the other."""
     return job.optimizer.in_flight if load_facts(job.trainer(job.policy).engine).overlaps_update else 1
@@ -67,7 +73,7 @@ class Inventory:
     @classmethod
     def of(cls, module: Module) -> Inventory:
         """The inventory of a module that knows its schedule and layout."""
-        held = module[HeldSizes].chunk_elements if module.job.ablate else None
+        held = module[HeldSizes].chunk_elements
         return cls(module.job, module[Schedule], module[Layout].summary.case3_buffer_bytes, held)
 
     # ---- switches
@@ -304,6 +310,6 @@ class Inventory:
             )  # fmt: skip
         if not (self.naive or whole):
             element = workspace_bytes_per_element(job, streamed=True)
-            nbytes = chunks_in_flight(job) * (self.held_elements or -(-parameters // MIN_CHUNKS)) * element
+            nbytes = chunks_in_flight(job) * reserved_elements(job, parameters, self.held_elements) * element
             workspace = self._workspace("optimizer.workspace", "optimizer chunks in flight", nbytes, update)
             yield workspace

@@ -17,7 +17,7 @@ from rollplex.ir.module import Module
 from rollplex.passes.inventory import Inventory
 from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Schedule
-from rollplex.passes.state import Lifetimes
+from rollplex.passes.state import HeldSizes, Lifetimes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LifetimesPass:
     """
 
     name: ClassVar[str] = "lifetimes"
-    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout)
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, HeldSizes)
     makes: ClassVar[type] = Lifetimes
 
     def run(self, module: Module) -> Module:
