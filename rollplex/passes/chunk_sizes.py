@@ -68,7 +68,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Data:
-    """Numbers of the docstring; `alive` are the windows of each suffix workspace, `wanted` the job's own K, `held` an ablation's E."""
+    """Numbers of the docstring; `alive` are windows of suffix workspaces, `wanted` a stated K, `held` a given E."""
 
     parameters: int
     in_flight: int
