@@ -19,9 +19,9 @@ from rollplex.hosts import HostFunction
 from rollplex.ir.errors import PlanError, PluginError, Problem, RunError
 from rollplex.ir.models import ModelSpec, load_model, model_names
 from rollplex.ir.plan import Plan, read_plan
+from rollplex.ir.planned_job import job_of
 from rollplex.ir.plugins import DISABLE, GROUPS, Plugin, declared, disabled
 from rollplex.ir.stopwatch import stage
-from rollplex.show.header import job_of
 
 if TYPE_CHECKING:
     from rollplex.ir.dsl import Algorithm

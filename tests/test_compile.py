@@ -170,9 +170,19 @@ def test_a_dropped_prefix_is_made_again_through_a_frozen_tower(overrides: tuple[
     assert "P2 train-actor" in dropped.object("actor.vision").consumed
 
 
+def test_a_number_of_chunks_that_the_job_names_is_kept_even_where_it_does_not_fit() -> None:
+    """Two chunks three times in flight are larger than the room beside snapshot and gradients: infeasible, no crash."""
+    coarse = compiled(X8, "optimizer.chunks=2")
+    assert coarse.summary.chunks.optimizer.count == 2
+    assert coarse.infeasible is not None
+    assert coarse.infeasible.window == "P3 update"
+    assert coarse.infeasible.objects[0].name == "optimizer.workspace"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("optimizer.in_flight=65", "at most 64"),
         ("optimizer.chunks=4097", "a whole number from 1 to 4096"),
         ("cluster.capacity_gib=1e12", "must be at most 1.04858e"),
     ],

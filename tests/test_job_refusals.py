@@ -344,10 +344,17 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="is a directory; expected a YAML file"):
         load_job(tmp_path)
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(JobError, match=r"is not a text file \(UTF-8\)"):
+    with pytest.raises(JobError, match=r"job.yaml: not a text file \(UTF-8\)"):
         load_job(tmp_path / "job.yaml")
     with pytest.raises(JobError, match="cannot read"):
         load_job(tmp_path / "job.yaml" / "inside")
+    with pytest.raises(JobError, match="cannot read /dev/zero: more than 64 MiB"):
+        load_job("/dev/zero")
+
+
+def test_a_model_path_without_an_end_is_refused(tmp_path: Path) -> None:
+    """It is read for its first 64 MiB, not until the memory is full."""
+    assert "/dev/zero: cannot read it: more than 64 MiB" in str(refusal(tmp_path, GOOD, "model.name=/dev/zero"))
 
 
 def test_a_broken_config_is_told_beside_the_jobs_own_problems(tmp_path: Path) -> None:

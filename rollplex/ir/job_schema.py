@@ -205,7 +205,7 @@ class Optimizer(Section):
     chunks: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(
         default="auto", description="pieces the state is updated in; auto lets the solver choose"
     )
-    in_flight: Count = Field(default=3, description="chunks whose load, update and return may overlap")
+    in_flight: int = Field(default=3, ge=1, le=64, description="chunks whose load, update and return may overlap")
 
 
 class Sharing(Section):

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from rollplex.ir.errors import JobError, Problem
 from rollplex.ir.spec import Family, ModelSpec, MoeSpec, Part, Tensor, VisionSpec
+from rollplex.ir.textfile import read_text
 
 __all__ = ["ModelSpec", "MoeSpec", "Part", "Tensor", "VisionSpec", "load_model", "model_names", "spec_from_config"]
 
@@ -73,7 +74,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The fields of a config.json, or of the one inside a Hugging Face directory."""
     file = config_file(path)
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = json.loads(read_text(file))
     except FileNotFoundError:
         raise JobError(f"{path} has no config.json", hint="give a Hugging Face model directory") from None
     except json.JSONDecodeError as error:

@@ -8,18 +8,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from rollplex.ir.errors import PlanError, Problem
-from rollplex.ir.steps import Step, Strict
+from rollplex.ir.steps import Flag, Step, Strict, Whole
+from rollplex.ir.textfile import read_text
 
 SCHEMA_VERSION = 1
 MAX_SLOTS = 65536
+MOST_PLAN_BYTES = 1 << 30
 
 StateClass = Literal["permanent", "regenerable", "boundary", "phase-local"]
 Residency = Literal["hbm", "host", "dropped", "-"]
+Slots = Annotated[int, Field(strict=True, ge=1, le=MAX_SLOTS)]
+Number = Annotated[float, Field(strict=True)]
+Seconds = Annotated[float, Field(strict=True, ge=0)]
 BARRIERS = ("rollout-complete", "theta-quiet", "published")
 
 
@@ -32,11 +37,11 @@ class PlannedObject(Strict):
     role: str
     process: str = Field(description="process kind that owns the pages")
     readers: tuple[str, ...] = Field(default=(), description="process kinds that import the pages for the whole run")
-    bytes: int = Field(ge=0, description="bytes a GPU, rounded up to pages")
-    slots: int = Field(default=1, ge=1, le=MAX_SLOTS, description="equal parts, one for each microbatch")
-    attached: bool = False
-    host_backed: bool = Field(default=False, description="the pinned pool always holds a valid copy (frozen weights)")
-    recomputable: bool = Field(default=False, description="may be dropped and made again before its next use")
+    bytes: Whole = Field(description="bytes a GPU, rounded up to pages")
+    slots: Slots = Field(default=1, description="equal parts, one for each microbatch")
+    attached: Flag = False
+    host_backed: Flag = Field(default=False, description="the pinned pool always holds a valid copy (frozen weights)")
+    recomputable: Flag = Field(default=False, description="may be dropped and made again before its next use")
     start: Residency = Field(description="where it is when an iteration starts, and again when it ends")
     produced: str = Field(description="window that produces it; `start` when it is there from the start")
     consumed: tuple[str, ...] = Field(description="windows that use it, in order")
@@ -49,17 +54,17 @@ class WindowSummary(Strict):
 
     name: str
     phase: Literal["P1", "P2", "P3"]
-    seconds: float = Field(description="predicted")
-    hbm_bytes: int
-    host_bytes: int
-    by_object: dict[str, int] = Field(description="HBM bytes by object")
+    seconds: Seconds = Field(description="predicted")
+    hbm_bytes: Whole
+    host_bytes: Whole
+    by_object: dict[str, Whole] = Field(description="HBM bytes by object")
 
 
 class CaseBytes(Strict):
     """Parameters of one layout case and their bytes over the whole model (language model, as in paper section 4.4)."""
 
-    params: int
-    bytes: int
+    params: Whole
+    bytes: Whole
 
 
 class TensorPlacement(Strict):
@@ -73,30 +78,30 @@ class TensorPlacement(Strict):
 class LayoutSummary(Strict):
     """The TP-sharing layout: paper section 3.3."""
 
-    q: int
+    q: Whole
     order: Literal["stock", "reindex"]
     cases: dict[str, CaseBytes]
-    case3_buffer_bytes: int
-    exchange_bytes_per_gpu: int
-    placement: dict[str, tuple[int, ...]] = Field(description="rollout engine -> GPUs of a node, by rollout rank")
+    case3_buffer_bytes: Whole
+    exchange_bytes_per_gpu: Whole
+    placement: dict[str, tuple[Whole, ...]] = Field(description="rollout engine -> GPUs of a node, by rollout rank")
     tensors: tuple[TensorPlacement, ...]
 
 
 class OptimizerChunks(Strict):
     """The streamed update: `count` chunks of at most `bytes` of FP32 state and gradient."""
 
-    count: int
-    elements: int = Field(description="parameters in one chunk")
-    bytes: int
-    workspace_bytes: int
+    count: Whole
+    elements: Whole = Field(description="parameters in one chunk")
+    bytes: Whole
+    workspace_bytes: Whole
 
 
 class Microbatches(Strict):
     """Work units of the trainer: prompts a prefix step, responses a suffix step."""
 
-    prefix_prompts: int
-    suffix_responses: int
-    workspace_bytes: dict[str, int]
+    prefix_prompts: Whole
+    suffix_responses: Whole
+    workspace_bytes: dict[str, Whole]
 
 
 class ChunkSummary(Strict):
@@ -109,22 +114,22 @@ class ChunkSummary(Strict):
 class Times(Strict):
     """Predicted seconds of one iteration: equation 1 of the paper."""
 
-    decode_s: float
-    prefix_s: float
-    interference_s: float
-    post_s: float
-    exposed_transfer_s: float
-    serial_s: float
-    step_s: float
-    speedup_vs_serial: float
-    saving_bound_s: float
+    decode_s: Seconds
+    prefix_s: Seconds
+    interference_s: Seconds
+    post_s: Seconds
+    exposed_transfer_s: Seconds
+    serial_s: Seconds
+    step_s: Seconds
+    speedup_vs_serial: Seconds
+    saving_bound_s: Seconds
 
 
 class Policy(Strict):
     """How the co-running processes share the GPU."""
 
     kind: Literal["mps", "fixed", "none"]
-    share: float | None = None
+    share: Number | None = Field(default=None, gt=0, lt=1)
     why: str = ""
 
 
@@ -134,18 +139,18 @@ class SolverResult(Strict):
     name: str
     status: Literal["optimal", "feasible"]
     objective: str
-    value: float
-    bound: float
+    value: Number
+    bound: Number
 
 
 class Summary(Strict):
     """What `--plan-only` prints; there for infeasible plans too: what the schedule needs if capacity had no limit."""
 
-    capacity_bytes: int
-    host_capacity_bytes: int = Field(description="one GPU's share of the pinned pool")
-    peak_hbm_bytes: int
+    capacity_bytes: Whole
+    host_capacity_bytes: Whole = Field(description="one GPU's share of the pinned pool")
+    peak_hbm_bytes: Whole
     peak_window: str
-    peak_host_bytes: int
+    peak_host_bytes: Whole
     objects: tuple[PlannedObject, ...]
     windows: tuple[WindowSummary, ...]
     layout: LayoutSummary
@@ -160,15 +165,15 @@ class ObjectBytes(Strict):
     """An object and its bytes, for lists ordered by size."""
 
     name: str
-    bytes: int
+    bytes: Whole
 
 
 class Remedy(Strict):
     """One change to the job, what it frees in the window that is over, and what it costs."""
 
     change: str
-    frees_bytes: int
-    costs_s: float
+    frees_bytes: Annotated[int, Field(strict=True)]
+    costs_s: Number
 
 
 class Infeasible(Strict):
@@ -176,7 +181,7 @@ class Infeasible(Strict):
 
     window: str
     resource: Literal["hbm", "host"] = "hbm"
-    shortfall_bytes: int
+    shortfall_bytes: Whole
     objects: tuple[ObjectBytes, ...]
     remedies: tuple[Remedy, ...]
 
@@ -185,9 +190,9 @@ class ProcessKind(Strict):
     """Processes that run one program: one a rank, placed on GPUs in rank order."""
 
     engine: str
-    ranks: int
-    tensor_parallel: int = 1
-    data_parallel: int = 1
+    ranks: Whole
+    tensor_parallel: Whole = 1
+    data_parallel: Whole = 1
 
 
 class NodeRecord(Strict):
@@ -237,7 +242,7 @@ class Plan(Strict):
     """The whole plan; `programs` has one list of steps for each process kind."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    feasible: bool
+    feasible: Flag
     schedule: str
     algorithm: str = Field(description="file and name of the algorithm")
     job: dict[str, Any]
@@ -262,16 +267,22 @@ class Plan(Strict):
 def read_plan(path: str | Path) -> Plan:
     """Read and validate a plan file's form; whether it is safe to run is the checker's to say. Raises PlanError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(Path(path), MOST_PLAN_BYTES)
     except OSError as err:
         raise PlanError(f"cannot read the plan: {err.strerror}", where=path) from None
     except UnicodeDecodeError:
         raise PlanError("the plan is not text", where=path, hint="pass a file made by `rollplex compile -o`") from None
+    except ValueError as err:
+        raise PlanError(f"cannot read the plan: {err}", where=path) from None
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as err:
+        data = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as err:  # ValueError: also an integer of thousands of digits
         raise PlanError(f"not JSON: {err}", where=path, hint="compile the plan again") from None
     return parse_plan(data, str(path))
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def parse_plan(data: Any, where: str = "plan") -> Plan:

@@ -15,12 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Strict(BaseModel):
-    """Base of everything in a plan: immutable, unknown keys refused."""
+    """Base of everything in a plan: immutable, unknown keys refused, numbers finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
 Name = Annotated[str, Field(min_length=1)]
+# pydantic would read true and 1.0 as 1, "yes" as true
+Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class _Step(Strict):
@@ -32,7 +35,7 @@ class Map(_Step):
 
     kind: Literal["map"] = "map"
     object: Name
-    imported: bool = False
+    imported: Flag = False
 
 
 class Unmap(_Step):
@@ -40,7 +43,7 @@ class Unmap(_Step):
 
     kind: Literal["unmap"] = "unmap"
     object: Name
-    imported: bool = False
+    imported: Flag = False
 
 
 class Fetch(_Step):
@@ -78,7 +81,7 @@ class Run(_Step):
     task: Task
     node: Name = Field(description="graph node the task executes")
     role: str = ""
-    microbatch: int = 0
+    microbatch: Whole = 0
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     streams: tuple[str, ...] = ()
@@ -115,7 +118,7 @@ class Exchange(_Step):
     group: str
     op: Literal["all_reduce", "all_gather"]
     object: Name
-    nbytes: int = Field(description="bytes a GPU receives")
+    nbytes: Whole = Field(description="bytes a GPU receives")
 
 
 class UpdateChunk(_Step):
@@ -123,9 +126,9 @@ class UpdateChunk(_Step):
 
     kind: Literal["update_chunk"] = "update_chunk"
     role: str
-    index: int
-    start: int
-    stop: int
+    index: Whole
+    start: Whole
+    stop: Whole
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     streams: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from rollplex.ir.errors import JobError, Problem
+from rollplex.ir.textfile import read_text
 
 KeyPath = tuple[str | int, ...]
 
@@ -75,13 +76,13 @@ def read_yaml(path: Path) -> YamlSource:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_text(path)
     except FileNotFoundError:
         raise JobError(f"no such file: {path}", hint="examples/jobs/ has job files to start from") from None
     except IsADirectoryError:
         raise JobError(f"{path} is a directory; expected a YAML file") from None
     except UnicodeDecodeError:
-        raise JobError(f"{path} is not a text file (UTF-8)") from None
+        raise JobError("not a text file (UTF-8)", where=path, hint="pass a YAML file") from None
     except (OSError, ValueError) as error:
         raise JobError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 

@@ -129,7 +129,8 @@ def _start_from(model: cp_model.CpModel, solver: cp_model.CpSolver) -> None:
 
 def _timeout(name: str, objective: Objective, seconds: float) -> SolverTimeout:
     return SolverTimeout(
-        f"{name}: no solution for `{objective.name}` within {seconds:g} s of deterministic time",
+        f"no solution for `{objective.name}` within {seconds:g} s of deterministic time",
+        where=name,
         hint="raise solver.seconds in the job",
     )
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.text import Text
 
 from rollplex.ir.plan import LayoutSummary, Plan, SolverResult
-from rollplex.show.header import job_of
+from rollplex.ir.planned_job import job_of
 from rollplex.show.text import LABEL, WIDTH, joined, labelled, seconds, size, under
 
 

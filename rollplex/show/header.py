@@ -5,24 +5,14 @@ rollplex   grpo.py x qwen2_5_vl_32b_h800x8.yaml              FITS   peak 73.3 of
 
 from __future__ import annotations
 
-from pydantic import ValidationError
 from rich.text import Text
 
-from rollplex.ir.errors import PlanError, Problem
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
+from rollplex.ir.planned_job import job_of
 from rollplex.show.text import LABEL, WIDTH, clip, joined, labelled, line, under, unit_for
 
 _RIGHT = 49  # where the right half of a line begins after the label, as in Job.describe
-
-
-def job_of(plan: Plan) -> Job:
-    """The job a plan was made for; PlanError when it is none."""
-    try:
-        return Job.model_validate(plan.job)
-    except ValidationError as err:
-        problems = [Problem(e["msg"], f"job.{'.'.join(map(str, e['loc']))}") for e in err.errors()[:20]]
-        raise PlanError(*problems) from None
 
 
 def header_lines(plan: Plan, job_name: str = "", width: int = WIDTH) -> list[Text]:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Infeasible, Plan, PlannedObject
-from rollplex.show.header import job_of
+from rollplex.ir.planned_job import job_of
 from rollplex.show.text import LABEL, WIDTH, clip, labelled, line, seconds, size, table, unit_for
 
 NOT_IN_PAPER = {
