@@ -24,6 +24,7 @@ from rollplex.ir.plan import (
     Plan,
     PlannedObject,
     Policy,
+    PoolSummary,
     ProcessKind,
     Residency,
     SolverResult,
@@ -119,6 +120,12 @@ def summary(
         peak_hbm_bytes=peak.hbm_bytes,
         peak_window=peak.name,
         peak_host_bytes=max(w.host_bytes for w in filled),
+        pools=(
+            PoolSummary(
+                name="gpus", gpus=8, peak_hbm_bytes=peak.hbm_bytes, peak_window=peak.name,
+                peak_host_bytes=max(w.host_bytes for w in filled),
+            ),
+        ),
         objects=tuple(objects),
         windows=filled,
         layout=LayoutSummary(
@@ -161,7 +168,11 @@ def plan(found: Summary | None = None, infeasible: Infeasible | None = None, **c
         "graph": GRAPH,
         "summary": found or summary(),
         "infeasible": infeasible,
-        "processes": {"controller": ProcessKind(engine="controller", ranks=1)},
-        "programs": {"controller": ()},
+        "processes": {
+            "controller": ProcessKind(engine="controller", ranks=1),
+            "train": ProcessKind(engine="host", pool="gpus", ranks=8, tensor_parallel=4, data_parallel=2),
+            "rollout": ProcessKind(engine="host", pool="gpus", ranks=8, tensor_parallel=2, data_parallel=4),
+        },
+        "programs": {"controller": (), "train": (), "rollout": ()},
     }
     return Plan(**{**fields, **changes})

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from mutants import MUTANTS, Mutant
 from mutants.edit import move, put, steps, summarise, with_object
 from tinyplan import tiny_plan, too_large
+from tinysummary import VARIANTS
 
 from rollplex.ir.checker import RULES, check_plan, verify_plan
 from rollplex.ir.errors import PlanError
 from rollplex.ir.plan import LossPlan, Plan, parse_plan
 from rollplex.ir.steps import Barrier, Run, Signal, Step, UpdateChunk, Wait
 
-PLANS = {"rollplex": tiny_plan(), "serial": tiny_plan("serial"), "apart": tiny_plan("apart"), "too large": too_large()}
+PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {"too large": too_large()}
 NAMES = sorted(MUTANTS)
 
 
@@ -230,4 +231,4 @@ def test_long_programs_are_checked_in_seconds() -> None:
     began = time.perf_counter()
     found = kinds(plan)
     assert time.perf_counter() - began < 3
-    assert found <= {"window-bytes", "host-bytes", "event", "host-capacity", "capacity"}
+    assert found <= {"window-bytes", "host-bytes", "peak", "event", "host-capacity", "capacity"}

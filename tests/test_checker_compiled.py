@@ -18,6 +18,7 @@ from rollplex.passes.pipeline import compile_plan
 GRPO = load_algorithm("examples/grpo.py")
 NODE, CLUSTER = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
 FEW = ("workload.prompts=4",)
+TP4 = ("roles.actor.train.tensor_parallel=4", "roles.reference.score.tensor_parallel=4")
 JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rollplex": (NODE, FEW),
     "serial": (NODE, ("schedule=serial", *FEW)),
@@ -27,6 +28,13 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "saved state in HBM": (NODE, ("roles.actor.prefix_saved=hbm", *FEW)),
     "trained tower": (NODE, ("roles.actor.freeze=[]", *FEW)),
     "no weight sharing": (NODE, ("ablate=[weight_sharing]", *FEW)),
+    "no weight sharing, trained tower": (NODE, ("ablate=[weight_sharing]", "roles.actor.freeze=[]", *FEW)),
+    "two pools": (CLUSTER, ("schedule=disaggregated", "cluster.rollout_gpus=16")),
+    "two pools, trained tower": (
+        CLUSTER,
+        ("schedule=disaggregated", "cluster.rollout_gpus=16", "roles.actor.freeze=[]"),
+    ),
+    "two pools of a node": (NODE, ("schedule=disaggregated", "cluster.rollout_gpus=4", *TP4, *FEW)),
     "no state offload": (NODE, ("ablate=[state_offload]", *FEW)),
     "no chunked optimizer": (NODE, ("ablate=[chunked_optimizer]", *FEW)),
     "no rollout release": (NODE, ("ablate=[rollout_release]", *FEW)),

@@ -59,12 +59,8 @@ KEYS = {
     "schedule": (
         "schedule: rollplex",
         "schedule: rolplex",
-        "job.yaml:28: `schedule`: `rolplex` is not known; expected one of serial, rollplex, naive\n    try: rollplex",
-    ),
-    "later schedule": (
-        "schedule: rollplex",
-        "schedule: disaggregated",
-        "job.yaml:28: `schedule`: `disaggregated` comes later; expected one of serial, rollplex, naive",
+        "job.yaml:28: `schedule`: `rolplex` is not known; expected one of serial, rollplex, naive, "
+        "disaggregated\n    try: rollplex",
     ),
     "later layout": (
         "schedule: rollplex",
@@ -151,6 +147,36 @@ RULES = {
         [(TRAIN_TP, "tensor_parallel: 2\n    rollout")],
         "job.yaml:14: q = 2 / 4 = 1/2: a rollout shard is made of whole training shards, so q must be a positive "
         "integer\n    try: rollout tensor_parallel 1 or 2",
+    ),
+    "no pool": (
+        [("schedule: rollplex", "schedule: disaggregated")],
+        "job.yaml:28: disaggregated needs to know the GPUs of the rollout pool\n    try: cluster.rollout_gpus: 4",
+    ),
+    "nothing to train on": (
+        [("schedule: rollplex", "schedule: disaggregated"), ("nodes: 1", "nodes: 1\n  rollout_gpus: 8")],
+        "job.yaml:6: 8 rollout GPUs leave none of the cluster's 8 to train on\n"
+        "    try: less than 8, or schedule: rollplex",
+    ),
+    "half a group": (
+        [("schedule: rollplex", "schedule: disaggregated"), ("nodes: 1", "nodes: 2\n  rollout_gpus: 4")],
+        "job.yaml:12: the 12 GPUs of the training pool are not whole groups of tensor_parallel 8\n"
+        "    try: tensor_parallel 1 or 2 or 4",
+    ),
+    "stated data_parallel of a pool": (
+        [
+            ("schedule: rollplex", "schedule: disaggregated"),
+            ("nodes: 1", "nodes: 2\n  rollout_gpus: 8"),
+            (TRAIN_TP, "tensor_parallel: 8\n      data_parallel: 2\n    rollout"),
+        ],
+        "job.yaml:13: data_parallel 2 x tensor_parallel 8 is 16, but the training pool has 8 GPUs\n"
+        "    try: data_parallel 1, or leave it out",
+    ),
+    "one pool only": (
+        [
+            ("schedule: rollplex", "schedule: disaggregated\nablate: [weight_sharing]"),
+            ("nodes: 1", "nodes: 2\n  rollout_gpus: 8"),
+        ],
+        "job.yaml:30: ablate has weight_sharing, but pools of their own share no weights\n    try: schedule: rollplex",
     ),
     "prompts over engines": (
         [("prompts: 32", "prompts: 33")],

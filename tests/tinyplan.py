@@ -23,6 +23,7 @@ only then are the pages of the KV cache gone. Two more plans do the same work in
  serial    the prefixes stand behind rollout-complete; the actor recomputes its saved state instead of keeping it
  apart     as serial, with one switch of the paper's section 3 after the other turned off: the rollout engine has a copy
            of the weights, Adam state comes to HBM as a whole; two data-parallel ranks reduce their gradients
+ pools     as apart, with the rollout engine on GPUs of its own: what it holds is not added to what the trainer holds
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Hand:
 
     @property
     def apart(self) -> bool:
-        return self.variant == "apart"
+        return self.variant in ("apart", "pools")
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -225,6 +226,7 @@ def tiny_plan(variant: Variant = "rollplex") -> Plan:
     """One of the plans of the docstring; it fits to the byte."""
     hand = Hand(variant)
     copies = 2 if hand.apart else 1
+    home = ("training", "rollout") if variant == "pools" else ("gpus", "gpus")
     return Plan(
         feasible=True,
         schedule="rollplex" if variant == "rollplex" else "serial",
@@ -235,8 +237,12 @@ def tiny_plan(variant: Variant = "rollplex") -> Plan:
         summary=summary(variant),
         processes={
             "controller": ProcessKind(engine="controller", ranks=1),
-            "train": ProcessKind(engine="host", ranks=2 * copies, tensor_parallel=2, data_parallel=copies),
-            "rollout": ProcessKind(engine="host", ranks=2 * copies, tensor_parallel=1, data_parallel=2 * copies),
+            "train": ProcessKind(
+                engine="host", pool=home[0], ranks=2 * copies, tensor_parallel=2, data_parallel=copies
+            ),
+            "rollout": ProcessKind(
+                engine="host", pool=home[1], ranks=2 * copies, tensor_parallel=1, data_parallel=2 * copies
+            ),
         },
         programs={
             "controller": tuple(hand.controller()),

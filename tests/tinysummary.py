@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from rollplex.ir.plan import (
     CaseBytes,
@@ -14,13 +14,15 @@ from rollplex.ir.plan import (
     OptimizerChunks,
     PlannedObject,
     Policy,
+    PoolSummary,
     Residency,
     Summary,
     Times,
     WindowSummary,
 )
 
-Variant = Literal["rollplex", "serial", "apart"]
+Variant = Literal["rollplex", "serial", "apart", "pools"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
 Phase = Literal["P1", "P2", "P3"]
 
 _SERIAL = {
@@ -44,6 +46,7 @@ WINDOWS: dict[Variant, dict[str, str]] = {
     },
     "serial": _SERIAL,
     "apart": _SERIAL,
+    "pools": _SERIAL,
 }
 
 # By window, where an object is (H hbm, h host, d dropped, - nowhere) and whether it is used (u); `.` is no such object.
@@ -64,7 +67,7 @@ actor.master        permanent      40 host  hhhhhhh -----u- hhhhhhh -----u- hhhh
 actor.moments       permanent      80 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
 optimizer.workspace phase-local   128 -     -----H- -----u- -----H- -----u- . .
 """
-COLUMN: dict[Variant, int] = {"rollplex": 4, "serial": 6, "apart": 8}
+COLUMN: dict[Variant, int] = {"rollplex": 4, "serial": 6, "apart": 8, "pools": 8}
 PLACES: dict[str, Residency] = {"H": "hbm", "h": "host", "d": "dropped", "-": "-"}
 
 
@@ -87,7 +90,7 @@ def _object(row: Sequence[str], variant: Variant) -> PlannedObject:
         title=name,
         role=owner if owner in ("actor", "reference") else "actor",
         process="rollout" if owner == "rollout" else "train",
-        readers=("rollout",) if "shared" in more and variant != "apart" else (),
+        readers=("rollout",) if "shared" in more and variant in ("rollplex", "serial") else (),
         bytes=int(nbytes),
         slots=2 if "slots" in more else 1,
         start=cast(Residency, start),
@@ -100,15 +103,40 @@ def _object(row: Sequence[str], variant: Variant) -> PlannedObject:
 
 def windows(variant: Variant) -> tuple[WindowSummary, ...]:
     """Bytes of every window, from the table."""
-    return tuple(_window(name, objects(variant)) for name in WINDOWS[variant].values())
+    pools = [held for _, held in by_pool(variant)]
+    return tuple(_window(name, pools) for name in WINDOWS[variant].values())
 
 
-def _window(name: str, held: tuple[PlannedObject, ...]) -> WindowSummary:
-    live = {o.name: o.bytes for o in held if o.residency[name] == "hbm"}
-    host = sum(o.bytes for o in held if o.host_backed or o.residency[name] == "host")
+def by_pool(variant: Variant) -> list[tuple[str, list[PlannedObject]]]:
+    """Pools and their objects: all of them together, or those of each process."""
+    if variant != "pools":
+        return [("gpus", list(objects(variant)))]
+    names = {"training": "train", "rollout": "rollout"}
+    return [(pool, [o for o in objects(variant) if o.process == process]) for pool, process in names.items()]
+
+
+def _hbm(held: Sequence[PlannedObject], window: str) -> int:
+    return sum(o.bytes for o in held if o.residency[window] == "hbm")
+
+
+def _host(held: Sequence[PlannedObject], window: str) -> int:
+    return sum(o.bytes for o in held if o.host_backed or o.residency[window] == "host")
+
+
+def _window(name: str, pools: list[list[PlannedObject]]) -> WindowSummary:
+    live = {o.name: o.bytes for held in pools for o in held if o.residency[name] == "hbm"}
     return WindowSummary(
-        name=name, phase=cast(Phase, name[:2]), seconds=1.0, hbm_bytes=sum(live.values()), host_bytes=host,
-        by_object=live,
+        name=name, phase=cast(Phase, name[:2]), seconds=1.0, hbm_bytes=max(_hbm(held, name) for held in pools),
+        host_bytes=max(_host(held, name) for held in pools), by_object=live,
+    )  # fmt: skip
+
+
+def _pool(variant: Variant, name: str, held: list[PlannedObject]) -> PoolSummary:
+    names = list(WINDOWS[variant].values())
+    peak = max(names, key=lambda w: _hbm(held, w))
+    return PoolSummary(
+        name=name, gpus=2 if variant in ("rollplex", "serial") else 4, peak_hbm_bytes=_hbm(held, peak),
+        peak_window=peak, peak_host_bytes=max(_host(held, w) for w in names),
     )  # fmt: skip
 
 
@@ -122,6 +150,7 @@ def summary(variant: Variant) -> Summary:
         peak_hbm_bytes=peak.hbm_bytes,
         peak_window=peak.name,
         peak_host_bytes=host,
+        pools=tuple(_pool(variant, name, held) for name, held in by_pool(variant)),
         objects=objects(variant),
         windows=shown,
         layout=LayoutSummary(

@@ -14,6 +14,7 @@ from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.form import check_names, check_shape
 from rollplex.ir.check.imports import check_imports
 from rollplex.ir.check.order import execute
+from rollplex.ir.check.pools import check_pools
 from rollplex.ir.check.publication import check_publication
 from rollplex.ir.check.races import check_races
 from rollplex.ir.check.residency import check_residency, replay
@@ -42,6 +43,7 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
     replays = replay(facts)
     found = [
         *check_shape(facts),
+        *check_pools(facts),
         *stuck,
         *check_residency(replays),
         *check_tasks(facts),

@@ -40,6 +40,8 @@ from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 KV_BLOCK_TOKENS = 16
+TRAINING, ROLLOUT, EVERY = "training", "rollout", "gpus"
+"""Pools: two under schedule disaggregated, else one of all GPUs."""
 
 
 class Job(Section):
@@ -105,6 +107,41 @@ class Job(Section):
         """GPUs of the cluster."""
         return self.cluster.gpus_per_node * self.cluster.nodes
 
+    # ---- pools
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether rollout has GPUs of its own."""
+        return self.schedule == "disaggregated"
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs that roll out: those of the rollout pool, or all."""
+        return (self.cluster.rollout_gpus or 0) if self.disaggregated else self.gpus
+
+    @property
+    def train_gpus(self) -> int:
+        """GPUs that train and score: those of the training pool, or all."""
+        return self.gpus - self.rollout_gpus if self.disaggregated else self.gpus
+
+    @property
+    def pools(self) -> dict[str, int]:
+        """GPU pools by name, and their GPUs; one pool where the engines share all of them."""
+        if self.disaggregated:
+            return {TRAINING: self.train_gpus, ROLLOUT: self.rollout_gpus}
+        return {EVERY: self.gpus}
+
+    def pool(self, process: str) -> str:
+        """The pool that a kind of engine process runs on."""
+        if self.disaggregated:
+            return ROLLOUT if process == "rollout" else TRAINING
+        return EVERY
+
+    @property
+    def pools_share_a_node(self) -> bool:
+        """Whether some node has GPUs of both pools, so that new weights need not cross the network."""
+        return self.disaggregated and self.rollout_gpus < self.cluster.gpus_per_node
+
     @property
     def capacity_bytes(self) -> int:
         """Bytes of one GPU that a plan may use."""
@@ -141,7 +178,7 @@ class Job(Section):
 
     def data_parallel(self, role: str) -> int:
         """Copies of the role's model in its training or scoring engine."""
-        return self.gpus // self.trainer(role).tensor_parallel
+        return self.train_gpus // self.trainer(role).tensor_parallel
 
     @property
     def train_tp(self) -> int:
@@ -157,13 +194,13 @@ class Job(Section):
 
     @property
     def q(self) -> int:
-        """Training ranks that share one rollout shard: TP of training over TP of rollout."""
-        return self.train_tp // self.rollout_tp
+        """Training ranks that share one rollout shard: TP of training over TP of rollout; 0 where none is shared."""
+        return 0 if self.disaggregated else self.train_tp // self.rollout_tp
 
     @property
     def engines(self) -> int:
         """Rollout engines."""
-        return self.gpus // self.rollout_tp
+        return self.rollout_gpus // self.rollout_tp
 
     # ---- work
 
@@ -210,7 +247,7 @@ class Job(Section):
             ("model", f"{self.spec.name}, {_parameters(self.spec.parameters)}", "cluster", self._cluster()),
             (
                 "roles",
-                f"{self.policy} {_engine(policy.train)} -> {_engine(policy.rollout)} x {self.engines} (q = {self.q})",
+                f"{self.policy} {_engine(policy.train)} -> {_engine(policy.rollout)} x {self.engines}{self._shared()}",
                 *(_first_word("; ".join(reference)) if reference else ("", "")),
             ),
             ("work", self._work(), "schedule", self._schedule()),
@@ -227,8 +264,12 @@ class Job(Section):
         w = self.workload
         return f"{w.prompts} prompts x {w.group} responses, {w.prompt_tokens} + {w.response_tokens} tokens"
 
+    def _shared(self) -> str:
+        return "" if self.disaggregated else f" (q = {self.q})"
+
     def _schedule(self) -> str:
-        return self.schedule + (f" without {', '.join(self.ablate)}" if self.ablate else "")
+        pools = f", {self.train_gpus} + {self.rollout_gpus} GPUs" if self.disaggregated else ""
+        return self.schedule + pools + (f" without {', '.join(self.ablate)}" if self.ablate else "")
 
 
 def _parameters(count: int) -> str:

@@ -38,11 +38,13 @@ class Finding:
 def check_job(job: Job) -> tuple[Finding, ...]:
     """Every finding; a rule is left out only where it reads what an earlier rule found missing."""
     no_model, bad_roles = list(_model(job)), list(_roles(job))
+    bad_pools = list(_pools(job)) if not no_model else []
     findings = [*no_model, *_gpu(job), *_capacity(job), *bad_roles, *_engines(job)]
     findings += [*_workload(job), *_sharing(job), *_chunks(job)]
+    findings += bad_pools
     if not no_model:
         findings += [*_degrees(job), *_visual(job)]
-    if not bad_roles:
+    if not bad_roles and not bad_pools:
         findings += [*_ratio(job), *_batches(job)]
     if not findings:
         findings += _kv_budget(job)
@@ -56,6 +58,8 @@ def job_notes(job: Job) -> tuple[str, ...]:
         if section.tensor_parallel > job.spec.kv_heads:
             times = section.tensor_parallel // job.spec.kv_heads
             notes.append(f"{'.'.join(map(str, path))}: each of the {job.spec.kv_heads} KV heads is held {times} times")
+    if job.cluster.rollout_gpus is not None and not job.disaggregated:
+        notes.append(f"cluster.rollout_gpus has no effect: {job.schedule} runs every engine on all {job.gpus} GPUs")
     if job.cluster.capacity_gib is None and job.device.logged_usable_gib is None:
         notes.append(f"{job.device.name}: usable memory {job.device.usable_gib:.1f} GiB is {job.device.usable_source}")
     return tuple(notes)
@@ -145,6 +149,47 @@ def _engine(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
         yield Finding(path, f"engine {name} cannot run on {job.cluster.gpu}", hint, (("cluster", "gpu"),))
 
 
+# ---- pools
+
+_POOL: KeyPath = ("cluster", "rollout_gpus")
+_POOLS: tuple[KeyPath, ...] = (("schedule",), ("cluster", "nodes"), ("cluster", "gpus_per_node"))
+
+
+def _pools(job: Job) -> Iterator[Finding]:
+    """Under `disaggregated` both pools have GPUs, and whole tensor-parallel groups of every engine on them."""
+    if not job.disaggregated:
+        return
+    rollout = job.cluster.rollout_gpus
+    if rollout is None:
+        hint = f"cluster.rollout_gpus: {max(job.gpus // 2, 1)}"
+        yield Finding(("schedule",), "disaggregated needs to know the GPUs of the rollout pool", hint, (_POOL, *_POOLS))
+    elif rollout >= job.gpus:
+        what = f"{rollout} rollout GPUs leave none of the cluster's {job.gpus} to train on"
+        yield Finding(_POOL, what, f"less than {job.gpus}, or schedule: rollplex", _POOLS)
+    else:
+        for path, section in _sections(job):
+            yield from _whole_groups(job, path, section)
+    for ablation, why in _ONE_POOL_ONLY.items():
+        if ablation in job.ablate:
+            yield Finding(("ablate",), f"ablate has {ablation}, but {why}", "schedule: rollplex", (("schedule",),))
+
+
+_ONE_POOL_ONLY = {
+    "weight_sharing": "pools of their own share no weights",
+    "rollout_release": "a rollout pool of its own releases nothing",
+}
+
+
+def _whole_groups(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
+    pool, gpus = ("rollout", job.rollout_gpus) if path[2] == "rollout" else ("training", job.train_gpus)
+    if gpus % section.tensor_parallel:
+        tp = section.tensor_parallel
+        what = f"the {gpus} GPUs of the {pool} pool are not whole groups of tensor_parallel {tp}"
+        legal = [t for t in job.spec.legal_tp() if gpus % t == 0 and job.cluster.gpus_per_node % t == 0]
+        hint = "tensor_parallel " + " or ".join(map(str, legal))
+        yield Finding((*path, "tensor_parallel"), what, hint, (_POOL, *_POOLS))
+
+
 # ---- degrees
 
 
@@ -170,15 +215,18 @@ def _tensor_parallel(job: Job, path: KeyPath, tp: int) -> Iterator[Finding]:
 
 def _data_parallel(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
     stated = getattr(section, "data_parallel", None)
-    tp = section.tensor_parallel
-    if stated is not None and stated * tp != job.gpus:
-        what = f"data_parallel {stated} x tensor_parallel {tp} is {stated * tp}, but the cluster has {job.gpus} GPUs"
-        hint = f"data_parallel {job.gpus // tp}, or leave it out" if job.gpus % tp == 0 else ""
-        uses = ((*path, "tensor_parallel"), ("cluster", "nodes"), ("cluster", "gpus_per_node"))
+    tp, gpus = section.tensor_parallel, job.train_gpus
+    if stated is not None and gpus > 0 and stated * tp != gpus:
+        who = "training pool" if job.disaggregated else "cluster"
+        what = f"data_parallel {stated} x tensor_parallel {tp} is {stated * tp}, but the {who} has {gpus} GPUs"
+        hint = f"data_parallel {gpus // tp}, or leave it out" if gpus % tp == 0 else ""
+        uses = ((*path, "tensor_parallel"), ("cluster", "nodes"), ("cluster", "gpus_per_node"), _POOL)
         yield Finding((*path, "data_parallel"), what, hint, uses)
 
 
 def _ratio(job: Job) -> Iterator[Finding]:
+    if job.disaggregated:
+        return  # no shard is shared
     train, rollout = job.train_tp, job.rollout_tp
     if train % rollout:
         legal = [t for t in range(1, train + 1) if train % t == 0]
@@ -231,7 +279,12 @@ def _batches(job: Job) -> Iterator[Finding]:
             yield Finding(("workload", "prompts"), f"{prompts} prompts do not divide over {who}", hint, _SIZES)
 
 
-_SIZES: tuple[KeyPath, ...] = (("roles",), ("cluster", "nodes"), ("cluster", "gpus_per_node"))
+_SIZES: tuple[KeyPath, ...] = (
+    ("roles",),
+    ("cluster", "nodes"),
+    ("cluster", "gpus_per_node"),
+    ("cluster", "rollout_gpus"),
+)
 
 
 def _kv_budget(job: Job) -> list[Finding]:

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 KeyPath = tuple[str | int, ...]
 
 # Values that later versions accept: say so instead of calling them a typing mistake.
-_LATER = {"disaggregated", "streamed", "reindex"}
+_LATER = {"streamed", "reindex"}
 
 _EXPECTED = {
     "int": "a whole number",

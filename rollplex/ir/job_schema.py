@@ -10,7 +10,7 @@ from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICAT
 from rollplex.ir.sizes import Gb, Gib, gib_to_nbytes
 
 DType = Literal["bfloat16", "float32", "float64"]
-Schedule = Literal["serial", "rollplex", "naive"]
+Schedule = Literal["serial", "rollplex", "naive", "disaggregated"]
 Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "weight_sharing"]
 Part = Literal["vision", "language"]
 
@@ -83,6 +83,10 @@ class Cluster(Section):
     gpu: str = Field(examples=["H800"], description="GPU type (`rollplex gpus`), or cpu for the host backend")
     gpus_per_node: Count = Field(default=8, description="GPUs of one node (processes, on cpu)")
     nodes: Count = Field(default=1, description="number of identical nodes")
+    rollout_gpus: Count | None = Field(
+        default=None,
+        description="GPUs of the rollout pool, the last of the cluster; the rest train (schedule: disaggregated)",
+    )
     host_memory_gb: Gb = Field(
         examples=[1400], description='host memory of one node, GB (decimal) or with a unit: "1.4 TB"'
     )

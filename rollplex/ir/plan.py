@@ -16,7 +16,7 @@ from rollplex.ir.errors import PlanError, Problem
 from rollplex.ir.steps import Flag, Step, Strict, Whole
 from rollplex.ir.textfile import read_text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_SLOTS = 65536
 MOST_PLAN_BYTES = 1 << 30
 
@@ -50,14 +50,14 @@ class PlannedObject(Strict):
 
 
 class WindowSummary(Strict):
-    """What a GPU and its share of the pinned pool hold, at most, in one window."""
+    """What a GPU and its share of the pinned pool hold, at most, in one window: a GPU of the pool that holds most."""
 
     name: str
     phase: Literal["P1", "P2", "P3"]
     seconds: Seconds = Field(description="predicted")
     hbm_bytes: Whole
     host_bytes: Whole
-    by_object: dict[str, Whole] = Field(description="HBM bytes by object")
+    by_object: dict[str, Whole] = Field(description="HBM bytes by object, over all pools")
 
 
 class CaseBytes(Strict):
@@ -143,6 +143,16 @@ class SolverResult(Strict):
     bound: Number
 
 
+class PoolSummary(Strict):
+    """GPUs that the same processes share, and the most that one of them holds."""
+
+    name: str
+    gpus: Whole
+    peak_hbm_bytes: Whole
+    peak_window: str
+    peak_host_bytes: Whole
+
+
 class Summary(Strict):
     """What `--plan-only` prints; there for infeasible plans too: what the schedule needs if capacity had no limit."""
 
@@ -151,6 +161,7 @@ class Summary(Strict):
     peak_hbm_bytes: Whole
     peak_window: str
     peak_host_bytes: Whole
+    pools: tuple[PoolSummary, ...] = Field(min_length=1, description="one, or one for rollout and one for training")
     objects: tuple[PlannedObject, ...]
     windows: tuple[WindowSummary, ...]
     layout: LayoutSummary
@@ -177,7 +188,7 @@ class Remedy(Strict):
 
 
 class Infeasible(Strict):
-    """Why a job does not fit: the first window over capacity, by how much, and what is live in it."""
+    """Why a job does not fit: the first window over capacity, by how much, and what is live on the GPU in it."""
 
     window: str
     resource: Literal["hbm", "host"] = "hbm"
@@ -190,6 +201,7 @@ class ProcessKind(Strict):
     """Processes that run one program: one a rank, placed on GPUs in rank order."""
 
     engine: str
+    pool: str = Field(default="", description="the pool of summary.pools that it runs on; the controller has no GPU")
     ranks: Whole
     tensor_parallel: Whole = 1
     data_parallel: Whole = 1
@@ -241,7 +253,7 @@ class LossPlan(Strict):
 class Plan(Strict):
     """The whole plan; `programs` has one list of steps for each process kind."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     feasible: Flag
     schedule: str
     algorithm: str = Field(description="file and name of the algorithm")
@@ -258,6 +270,10 @@ class Plan(Strict):
     def object(self, name: str) -> PlannedObject:
         """The planned object of this name; KeyError if the plan has none (our own bug)."""
         return next(o for o in self.summary.objects if o.name == name)
+
+    def pool_of(self, name: str) -> str:
+        """The pool whose GPUs hold an object: that of the process that owns it."""
+        return self.processes[self.object(name).process].pool
 
     def to_json(self) -> str:
         """Stable text: the same plan gives the same bytes."""

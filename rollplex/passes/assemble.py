@@ -13,7 +13,6 @@ from rollplex.ir.plan import (
     Plan,
     PlannedObject,
     ProcessKind,
-    Remedy,
     Summary,
     WindowSummary,
 )
@@ -26,6 +25,7 @@ from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
 from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
+from rollplex.passes.pools import by_pool, hbm_bytes, host_bytes, pool_summaries
 from rollplex.passes.records import graph_records, host_names, loss_plan
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Phase, Schedule
@@ -40,7 +40,7 @@ NEEDS: tuple[type, ...] = (Schedule, Layout, HeldSizes, Lifetimes, Residency, Ch
 def build_plan(module: Module) -> Plan:
     """The plan of a module that went through all passes."""
     summary = summarise(module)
-    infeasible = explain(summary)
+    infeasible = explain(module.job, summary)
     return Plan(
         feasible=infeasible is None,
         schedule=module[Schedule].kind,
@@ -58,7 +58,7 @@ def build_plan(module: Module) -> Plan:
 
 
 def processes(job: Job) -> dict[str, ProcessKind]:
-    """The kinds of processes: one controller, a training and a rollout rank for every GPU."""
+    """The kinds of processes: one controller, a training and a rollout rank for every GPU of their pools."""
     rollout = job.roles[job.policy].rollout
     assert rollout is not None
     trainer = job.trainer(job.policy)
@@ -66,10 +66,18 @@ def processes(job: Job) -> dict[str, ProcessKind]:
     return {
         "controller": ProcessKind(engine="controller", ranks=1),
         "train": ProcessKind(
-            engine=trainer.engine, ranks=job.gpus, tensor_parallel=trainer.tensor_parallel, data_parallel=dp
+            engine=trainer.engine,
+            pool=job.pool("train"),
+            ranks=job.train_gpus,
+            tensor_parallel=trainer.tensor_parallel,
+            data_parallel=dp,
         ),
         "rollout": ProcessKind(
-            engine=rollout.engine, ranks=job.gpus, tensor_parallel=rollout.tensor_parallel, data_parallel=job.engines
+            engine=rollout.engine,
+            pool=job.pool("rollout"),
+            ranks=job.rollout_gpus,
+            tensor_parallel=rollout.tensor_parallel,
+            data_parallel=job.engines,
         ),
     }
 
@@ -81,7 +89,7 @@ def not_executable(job: Job) -> tuple[str, ...]:
     found = [f"engine {e}" for e in sorted(engines) if not load_facts(e).runs]
     if job.gpus > 1:
         found.append(f"{job.gpus} GPUs: the host backend runs one training and one rollout rank")
-    if job.schedule == "naive" or job.ablate:
+    if job.schedule in ("naive", "disaggregated") or job.ablate:
         found.append(f"schedule {job.schedule}" + (f" without {', '.join(job.ablate)}" if job.ablate else ""))
     return tuple(found)
 
@@ -101,6 +109,7 @@ def summarise(module: Module) -> Summary:
         peak_hbm_bytes=peak.hbm_bytes,
         peak_window=peak.name,
         peak_host_bytes=max(w.host_bytes for w in windows),
+        pools=pool_summaries(job, objects),
         objects=tuple(objects),
         windows=tuple(windows),
         layout=layout.summary,
@@ -159,19 +168,19 @@ def _start(first: Place, last: Place) -> Place:
 
 
 def window_summaries(module: Module, objects: list[PlannedObject]) -> list[WindowSummary]:
-    """What a GPU holds in every window."""
-    seconds = module[Estimate].window_s
-    return [_window(w.name, w.phase, seconds[w.name], objects) for w in module[Schedule].windows]
+    """What a GPU holds in every window, in the pool that holds most."""
+    seconds, pools = module[Estimate].window_s, by_pool(module.job, objects).values()
+    return [_window(w.name, w.phase, seconds[w.name], list(pools)) for w in module[Schedule].windows]
 
 
-def _window(name: str, phase: Phase, seconds: float, objects: list[PlannedObject]) -> WindowSummary:
-    def at(place: Place) -> list[PlannedObject]:
-        return [o for o in objects if o.residency[name] == place]
-
-    held = {o.name: o.bytes for o in at("hbm")}
-    host = sum(o.bytes for o in objects if o.host_backed or o.residency[name] == "host")
+def _window(name: str, phase: Phase, seconds: float, pools: list[list[PlannedObject]]) -> WindowSummary:
     return WindowSummary(
-        name=name, phase=phase, seconds=round(seconds, 6), hbm_bytes=sum(held.values()), host_bytes=host, by_object=held
+        name=name,
+        phase=phase,
+        seconds=round(seconds, 6),
+        hbm_bytes=max(hbm_bytes(mine, name) for mine in pools),
+        host_bytes=max(host_bytes(mine, name) for mine in pools),
+        by_object={o.name: o.bytes for mine in pools for o in mine if o.residency[name] == "hbm"},
     )
 
 
@@ -207,26 +216,23 @@ def _fetches(module: Module, o: StateObject) -> int:
 # ---- infeasible
 
 
-def explain(summary: Summary, remedies: tuple[Remedy, ...] = ()) -> Infeasible | None:
-    """The first window over a capacity, and what is live in it by size; None when everything fits."""
+def explain(job: Job, summary: Summary) -> Infeasible | None:
+    """The first window over a capacity, and what is live on the GPU by size; None when everything fits."""
+    pools = by_pool(job, summary.objects).values()
     for w in summary.windows:
         if w.hbm_bytes > summary.capacity_bytes:
-            live = sorted(w.by_object.items(), key=lambda item: (-item[1], item[0]))
-            return _infeasible(w.name, "hbm", w.hbm_bytes - summary.capacity_bytes, live, remedies)
+            fullest = max(pools, key=lambda mine: hbm_bytes(mine, w.name))
+            live = [o for o in fullest if o.residency[w.name] == "hbm"]
+            return _infeasible(w.name, "hbm", w.hbm_bytes - summary.capacity_bytes, live)
     for w in summary.windows:
         if w.host_bytes > summary.host_capacity_bytes:
-            held = [(o.name, o.bytes) for o in summary.objects if o.host_backed or o.residency[w.name] == "host"]
-            live = sorted(held, key=lambda item: (-item[1], item[0]))
-            return _infeasible(w.name, "host", w.host_bytes - summary.host_capacity_bytes, live, remedies)
+            fullest = max(pools, key=lambda mine: host_bytes(mine, w.name))
+            held = [o for o in fullest if o.host_backed or o.residency[w.name] == "host"]
+            return _infeasible(w.name, "host", w.host_bytes - summary.host_capacity_bytes, held)
     return None
 
 
-def _infeasible(
-    window: str,
-    resource: Literal["hbm", "host"],
-    shortfall: int,
-    live: list[tuple[str, int]],
-    remedies: tuple[Remedy, ...],
-) -> Infeasible:
-    objects = tuple(ObjectBytes(name=n, bytes=b) for n, b in live)
-    return Infeasible(window=window, resource=resource, shortfall_bytes=shortfall, objects=objects, remedies=remedies)  # type: ignore[arg-type]
+def _infeasible(window: str, resource: Literal["hbm", "host"], shortfall: int, live: list[PlannedObject]) -> Infeasible:
+    by_size = sorted(live, key=lambda o: (-o.bytes, o.name))
+    objects = tuple(ObjectBytes(name=o.name, bytes=o.bytes) for o in by_size)
+    return Infeasible(window=window, resource=resource, shortfall_bytes=shortfall, objects=objects, remedies=())

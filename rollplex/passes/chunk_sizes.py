@@ -124,7 +124,9 @@ def _state(job: Job) -> tuple[str, ...]:
 def _room(module: Module, window: str, scalable: set[str]) -> int:
     """R[w]; sizes are whole pages in the end, so a part of a page is no room."""
     page, residency = module.job.device.page_bytes, module[Residency]
-    fixed = (o for o in module[Lifetimes].objects if o.name not in scalable)
+    job = module.job
+    beside = (o for o in module[Lifetimes].objects if job.pool(o.process) == job.pool("train"))
+    fixed = (o for o in beside if o.name not in scalable)
     held = sum(o.nbytes for o in fixed if residency.place(o.name, window) == "hbm")
     return (module.job.capacity_bytes - held) // page * page
 

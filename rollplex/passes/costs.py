@@ -14,6 +14,7 @@ from statistics import NormalDist
 from rollplex.backends.facts import Work
 from rollplex.ir.job import Job
 from rollplex.ir.models import ModelSpec
+from rollplex.passes.work import trains_vision
 
 COMPUTE_EFFICIENCY = 0.45
 """Share of the dense peak that prefill and training reach."""
@@ -25,6 +26,10 @@ ALL_REDUCE_S = 8e-6
 INTERFERENCE_SHARE = 0.021
 """Decode slowdown under MPS default, as a share of decode (paper section 4.6, PerceptionTest)."""
 STEP_BINS = 32
+REFRESH_START_S = 5.6
+REFRESH_SHARE = 0.095
+"""Weights between pools, read off one NCCL checkpoint engine (verl issue 7060): 9.1, 23.2 and 36.9 s for the 16.6, 66.9
+and 146.8 GB of a 7 B, 32 B and 72 B model. The line through the outer two is 5.6 s and 4.7 GB/s, of 50 GB/s links."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,14 @@ class Costs:
     def exchange_s(self, nbytes: float) -> float:
         """Receiving bytes from GPUs of the same node."""
         return nbytes / (self.job.device.nvlink_gb_s * 1e9 * NVLINK_SHARE)
+
+    def refresh_s(self) -> float:
+        """Sending new weights to the rollout pool: a copy of the model into each of its nodes, shared out inside."""
+        job = self.job
+        nbytes = job.spec.rank_parameters(1, "language") + (job.spec.vision_parameters if _sends_tower(job) else 0)
+        if job.pools_share_a_node:
+            return self.exchange_s(nbytes * job.itemsize / job.rollout_tp)
+        return REFRESH_START_S + nbytes * job.itemsize / (job.cluster.internode_gb_s * 1e9 * REFRESH_SHARE)
 
     def prefix_s(self, work: Work, prompts: int) -> float:
         """Vision tower and prefill of `prompts` prompts on one rank of the group."""
@@ -93,6 +106,11 @@ class Costs:
         kv = live * (prompt + step) * spec.kv_bytes_per_token(tp, self.job.itemsize)
         reduce = 2 * spec.layers * ALL_REDUCE_S * math.log2(tp) if tp > 1 else 0.0
         return (weight_bytes + kv) / self.hbm_bytes_per_s + spec.layers * DECODE_LAYER_OVERHEAD_S + reduce
+
+
+def _sends_tower(job: Job) -> bool:
+    """A frozen tower never changes."""
+    return job.spec.vision is not None and trains_vision(job, job.policy)
 
 
 def forward_flops(spec: ModelSpec, tokens: float, context: float) -> float:

@@ -34,6 +34,14 @@ class Estimate:
         )
 
 
+def colocated_s(module: Module) -> float:
+    """The same phases, one after the other, with every engine on all GPUs: what two pools are to be compared with."""
+    job, schedule = module.job, module[Schedule]
+    cluster = job.cluster.model_copy(update={"rollout_gpus": None})
+    line = window_seconds(job.model_copy(update={"schedule": "serial", "cluster": cluster}), schedule)
+    return line.decode_s + line.prefix_s + line.post_s
+
+
 @dataclass(frozen=True)
 class EstimatePass:
     """Evaluate equation 1: T = max(T_D + d_D, T_P) + T_post, plus the transfers that stay exposed.
@@ -50,9 +58,10 @@ class EstimatePass:
         schedule, residency = module[Schedule], module[Residency]
         exposed = residency.exposed_s
         line = window_seconds(module.job, schedule)
-        serial = line.decode_s + line.prefix_s + line.post_s + exposed
+        after_another = line.decode_s + line.prefix_s + line.post_s + exposed
         overlapped = max(line.decode_s + line.interference_s, line.overlap_s) + line.post_s + exposed
-        step = serial if schedule.kind == "serial" else overlapped
+        step = overlapped if schedule.overlapped else after_another
+        serial = colocated_s(module) + exposed if module.job.disaggregated else after_another
         bound = max(0.0, min(line.prefix_s - line.interference_s, line.decode_s))
         times = Times(
             decode_s=round(line.decode_s, 6),

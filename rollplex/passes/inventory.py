@@ -87,6 +87,16 @@ class Inventory:
         """Whether a mechanism of section 3 is switched off."""
         return self.naive or mechanism in self.job.ablate
 
+    @property
+    def apart(self) -> bool:
+        """Whether rollout has GPUs of its own."""
+        return self.schedule.kind == "disaggregated"
+
+    @property
+    def shared(self) -> bool:
+        """Whether both engines read one copy of the policy's weights."""
+        return not (self.apart or self.off("weight_sharing"))
+
     # ---- all of it
 
     def objects(self) -> tuple[StateObject, ...]:
@@ -134,7 +144,7 @@ class Inventory:
     def _contexts(self) -> Iterator[StateObject]:
         """What each process takes of its GPU before it allocates anything: no plan moves or releases it."""
         for process, title in (("train", "training"), ("rollout", "rollout")):
-            groups = communicators(self.job, process, shared=not self.off("weight_sharing"))
+            groups = communicators(self.job, process, shared=self.shared)
             over = f", NCCL over {', '.join(groups)}" if groups else ""
             yield StateObject(
                 f"{process}.context", f"{title} CUDA context{', NCCL' if groups else ''}", "permanent", "",
@@ -146,7 +156,7 @@ class Inventory:
 
     def _weights(self) -> Iterator[StateObject]:
         job, role = self.job, self.job.policy
-        shared = not self.off("weight_sharing")
+        shared = self.shared
         decode = self.schedule.decode_windows if shared else ()
         reading = (*decode, *self._role_windows(role, "prefix", "train"), *self._windows("update", "publish"))
         tp = job.rollout_tp if shared else job.train_tp
@@ -155,7 +165,8 @@ class Inventory:
         yield StateObject(
             f"{role}.snapshot", f"{role} {dtype} {'snapshot' if shared else 'weights'}", "regenerable", role,
             job.spec.rank_parameters(tp, "language") * job.itemsize, self._uses(reading),
-            readers=readers, always=True, why="one copy for both engines, rewritten chunk by chunk in P3",
+            readers=readers, always=True,
+            why=f"{'one copy for both engines, ' if shared else ''}rewritten chunk by chunk in P3",
         )  # fmt: skip
         vision = job.spec.vision_parameters * job.itemsize
         yield StateObject(
@@ -172,12 +183,13 @@ class Inventory:
             return
         copy = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
         for name, nbytes in (("weights", copy), ("vision", vision)):
+            sent = name == "weights" or trains_vision(job, role)
             yield StateObject(
                 f"rollout.{name}", f"rollout {dtype} weights" if name == "weights" else "rollout vision tower",
                 "regenerable", role, nbytes,
-                self._uses((*self.schedule.decode_windows, *(self._windows("publish") if name == "weights" else ()))),
+                self._uses((*self.schedule.decode_windows, *(self._windows("publish") if sent else ()))),
                 process="rollout", always=True,
-                why="a second copy: weight sharing is off",
+                why="the rollout pool's own copy" if self.apart else "a second copy: weight sharing is off",
             )  # fmt: skip
 
     def _seeing(self) -> tuple[str, ...]:
@@ -193,7 +205,8 @@ class Inventory:
         rollout = self.job.roles[self.job.policy].rollout
         assert rollout is not None
         decode = self.schedule.decode_windows
-        kept = self.off("rollout_release")
+        kept = self.apart or self.off("rollout_release")
+        why = "resident: nobody else has these GPUs" if self.apart else "resident: release is off"
         for name, title, nbytes in (
             ("kv", "rollout KV cache", rollout.kv_cache_bytes),
             ("runtime", "rollout runtime buffers", rollout.runtime_bytes),
@@ -201,7 +214,7 @@ class Inventory:
             yield StateObject(
                 f"rollout.{name}", title, "phase-local", self.job.policy, nbytes, self._uses(decode),
                 produced=decode[0], process="rollout", always=kept,
-                why="resident: release is off" if kept else "released when generation ends",
+                why=why if kept else "released when generation ends",
             )  # fmt: skip
 
     # ---- boundaries

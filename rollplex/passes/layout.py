@@ -30,6 +30,7 @@ from rollplex.ir.models import ModelSpec, Tensor
 from rollplex.ir.module import Module
 from rollplex.ir.plan import CaseBytes, LayoutSummary, SolverResult, TensorPlacement
 from rollplex.passes.solver import Objective, Solution, minimise
+from rollplex.passes.work import trains_vision
 
 FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "q_bias": "qkv", "k_bias": "qkv", "v_bias": "qkv"}
 FUSED |= {"gate": "gate_up", "up": "gate_up"}
@@ -222,6 +223,24 @@ def summarise(job: Job, classes: Sequence[WeightClass], v: Variables, solution: 
     )
 
 
+def nothing_shared(job: Job) -> LayoutSummary:
+    """Pools of their own: no case applies, and a GPU of the rollout pool receives its whole shard after an update."""
+    none = CaseBytes(params=0, bytes=0)
+    engines = min(job.cluster.gpus_per_node, job.rollout_gpus) // job.rollout_tp
+    received = job.spec.rank_parameters(job.rollout_tp, "language")
+    if trains_vision(job, job.policy):
+        received += job.spec.vision_parameters
+    return LayoutSummary(
+        q=job.q,
+        order="stock",
+        cases={str(k): none for k in (1, 2, 3)},
+        case3_buffer_bytes=0,
+        exchange_bytes_per_gpu=received * job.itemsize,
+        placement={f"engine {e}": tuple(range(e * job.rollout_tp, (e + 1) * job.rollout_tp)) for e in range(engines)},
+        tensors=(),
+    )
+
+
 def _vision(spec: ModelSpec) -> list[Tensor]:
     return [t for t in spec.tensors() if t.part == "vision"]
 
@@ -240,6 +259,8 @@ class LayoutPass:
     def run(self, module: Module) -> Module:
         """Solve the layout of the job's actor; see the module's docstring."""
         job = module.job
+        if job.disaggregated:
+            return module.put(Layout(nothing_shared(job), ()))
         classes = weight_classes(job)
         model, variables, objectives = build(classes, job.train_tp, job.rollout_tp)
         solution = minimise(model, self.name, objectives, seconds=job.solver.seconds, seed=job.solver.seed)

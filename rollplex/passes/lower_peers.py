@@ -39,8 +39,7 @@ class RolloutProgram(Context):
             yield from released
             yield Signal(window=end, event=RELEASED)
         yield Barrier(window=self.last_window["P2"], name=THETA_QUIET)
-        if self.second_copy:
-            yield self.refresh(self.last_window["P3"], self.second_copy)
+        yield from self.refresh("rollout", self.last_window["P3"])
         yield Barrier(window=self.last_window["P3"], name=PUBLISHED)
 
 

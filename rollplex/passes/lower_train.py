@@ -157,7 +157,7 @@ class TrainProgram(Context):
         at, snapshot = window.name, f"{window.role}.snapshot"
         layout = self.module[Layout].summary
         if self.second_copy:
-            yield self.refresh(at, snapshot)
+            yield from self.refresh("train", at)
         elif layout.q > 1:
             nbytes = layout.exchange_bytes_per_gpu
             yield Exchange(window=at, group="q", op="all_gather", object=snapshot, nbytes=nbytes)

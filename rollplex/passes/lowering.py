@@ -14,6 +14,7 @@ from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, Lifetimes, StateObject
+from rollplex.passes.work import trains_vision
 
 ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
 RELEASED = "rollout-released"
@@ -55,10 +56,20 @@ class Context:
         """The rollout engine's own weights, where sharing is off."""
         return "rollout.weights" if "rollout.weights" in self.module[Lifetimes] else None
 
-    def refresh(self, window: str, name: str) -> Exchange:
-        """The copy of new weights into the rollout engine's own, entered by both sides."""
-        nbytes = self.module[Lifetimes]["rollout.weights"].nbytes
-        return Exchange(window=window, group="refresh", op="all_gather", object=name, nbytes=nbytes)
+    def refresh(self, process: str, window: str) -> Iterator[Exchange]:
+        """Copies of new weights into the rollout engine's own, each entered by both sides; a frozen tower is left."""
+        for part, copy in self.refreshed.items():
+            name, nbytes = copy if process == "rollout" else part, self.module[Lifetimes][copy].nbytes
+            yield Exchange(window=window, group="refresh", op="all_gather", object=name, nbytes=nbytes)
+
+    @property
+    def refreshed(self) -> dict[str, str]:
+        """The policy's weights that every update changes, and the rollout engine's copies of them."""
+        if self.second_copy is None:
+            return {}
+        tower = trains_vision(self.module.job, self.policy) and "rollout.vision" in self.module[Lifetimes]
+        parts = {f"{self.policy}.vision": "rollout.vision"} if tower else {}
+        return {f"{self.policy}.snapshot": self.second_copy, **parts}
 
     def released(self, window: str) -> tuple[Step, ...]:
         """What the rollout engine lets go of at a window's end."""

@@ -14,7 +14,7 @@ KEEP = 5
 
 def candidates(job: Job) -> Iterator[tuple[str, dict]]:
     """Single changes worth trying, as (text, new top-level sections)."""
-    if job.schedule == "naive":
+    if job.schedule in ("naive", "disaggregated"):
         yield "schedule=rollplex", {"schedule": "rollplex"}
     if job.schedule != "serial":
         yield "schedule=serial", {"schedule": "serial"}

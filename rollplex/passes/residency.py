@@ -4,27 +4,29 @@ Data        o, w     object, window              w-1      the window of A[o] bef
             A[o]     windows in which o exists            the iteration's last window comes before its first
             F[o,w]   places that o may be in: {hbm} where all of it is needed at once
             S[o]     windows that touch o piece by piece over the link unless it is in HBM
-            b[o]     bytes a GPU                 C, H     capacity of HBM and of a GPU's share of the pinned pool
+            b[o]     bytes a GPU                 p        a pool of GPUs; o in p: a process on its GPUs owns o
+            C, H     capacity of HBM and of a GPU's share of the pinned pool
             t(.)     seconds of a transfer or a recomputation
             g[w]     seconds of compute of w, behind which saved states (recomputable objects) stream
             k        a stretch: all overlapped windows of phase P1 together, every other window alone
-            slack[k] seconds of transfer that hide in it: the decode tail that the prefixes leave over
-Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w          over[w], short[w]  bytes over C and H
+            slack[k] seconds of transfer that hide in it: the decode tail that the prefixes leave over, or all of decode
+                     where rollout has GPUs of its own
+Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w      over[p,w], short[p,w]  bytes over C and H
             up, down[o,w]  o moves host -> HBM / HBM -> host before w        V      the most bytes over a capacity
             s[w]           seconds by which saved states outlast the compute of w
             e[k]           exposed seconds                                   P      peak bytes
 Constraints (1)  h + c + d = 1                                 w in A[o]
             (2)  place[o,w] = 0                                w in A[o], place not in F[o,w]
             (3)  place[o,w] = place[o,w-1]                     o recomputable: one place for its life
-            (4)  sum_o b[o] h[o,w] <= C + over[w]              capacity of HBM
-            (5)  sum_o b[o] (c[o,w] or host-backed) <= H + short[w]            capacity of the pinned pool
+            (4)  sum_{o in p} b[o] h[o,w] <= C + over[p,w]                          capacity of HBM
+            (5)  sum_{o in p} b[o] (c[o,w] or host-backed) <= H + short[p,w]        capacity of the pinned pool
             (6)  up[o,w] >= h[o,w] - h[o,w-1]                  o not recomputable
             (7)  down[o,w] >= h[o,w-1] - h[o,w]                o not recomputable, not host-backed
             (8)  s[w] + g[w] >= sum_o t(o) c[o,w]              w in S[o], o recomputable
             (9)  e[k] + slack[k] >= sum_{w in k} s[w] + sum_o t(o) (up + down + c if w in S[o]) + t(recompute) d[o,last]
                                                                a saved state's c is in s already
-            (10) P >= sum_o b[o] h[o,w]
-            (11) V >= over[w],  V >= short[w]
+            (10) P >= sum_{o in p} b[o] h[o,w]
+            (11) V >= over[p,w],  V >= short[p,w]
 Objective   V, bytes over capacity in all windows, exposed time, peak, bytes moved. V > 0 is infeasible; then C + V is
             the least capacity that would do, and the second objective keeps the other windows as they must be.
 Transfers of one stretch are added up, though the link is duplex: exposed time is never told too small.
@@ -87,16 +89,18 @@ class Model:
         }
         self.up = {(o, w): self.cp.new_bool_var(f"up[{o},{w}]") for o, w in pairs}
         self.down = {(o, w): self.cp.new_bool_var(f"down[{o},{w}]") for o, w in pairs}
-        self.over = {w: self.cp.new_int_var(0, total, f"over[{w}]") for w in data.windows}
-        self.short = {w: self.cp.new_int_var(0, total, f"short[{w}]") for w in data.windows}
+        spots = list(itertools.product(data.pools, data.windows))
+        self.over = {(p, w): self.cp.new_int_var(0, total, f"over[{p},{w}]") for p, w in spots}
+        self.short = {(p, w): self.cp.new_int_var(0, total, f"short[{p},{w}]") for p, w in spots}
         self.late = {w: self.cp.new_int_var(0, LONGEST_US, f"s[{w}]") for w in data.windows}
         self.exposed = [self.cp.new_int_var(0, LONGEST_US, f"e[{k}]") for k in range(len(data.stretches))]
         self.peak = self.cp.new_int_var(0, total, "P")
         self.most_over = self.cp.new_int_var(0, total, "V")
 
-    def hbm(self, window: str) -> cp_model.LinearExprT:
-        """Units in HBM in a window."""
-        return sum(o.units * self.at[o.name, window, "hbm"] for o in self.data.items if window in o.places)
+    def hbm(self, pool: str, window: str) -> cp_model.LinearExprT:
+        """Units in HBM of a GPU of the pool in a window."""
+        here = (o for o in self.data.items if o.pool == pool and window in o.places)
+        return sum(o.units * self.at[o.name, window, "hbm"] for o in here)
 
     def moves(self, o: Item, window: str) -> cp_model.LinearExprT:
         """How often o crosses the link before or in a window, as a whole."""
@@ -144,17 +148,17 @@ def kept_for_life(m: Model) -> None:
 
 def hbm_capacity(m: Model) -> None:
     """(4)."""
-    for w in m.data.windows:
-        m.cp.add(m.hbm(w) <= m.data.capacity + m.over[w])
+    for (p, w), over in m.over.items():
+        m.cp.add(m.hbm(p, w) <= m.data.capacity + over)
 
 
 def host_capacity(m: Model) -> None:
     """(5); what is host-backed is in the pool wherever else it is."""
-    backed = sum(o.units for o in m.data.items if o.host_backed)
-    for w in m.data.windows:
-        others = (o for o in m.data.items if not o.host_backed and w in o.places)
+    for (p, w), short in m.short.items():
+        backed = sum(o.units for o in m.data.items if o.host_backed and o.pool == p)
+        others = (o for o in m.data.items if not o.host_backed and o.pool == p and w in o.places)
         held = sum(o.units * m.at[o.name, w, "host"] for o in others)
-        m.cp.add(held + backed <= m.data.host_capacity + m.short[w])
+        m.cp.add(held + backed <= m.data.host_capacity + short)
 
 
 def fetches(m: Model) -> None:
@@ -196,8 +200,8 @@ def _spent(m: Model, w: str) -> Iterator[cp_model.LinearExprT]:
 
 def peak(m: Model) -> None:
     """(10)."""
-    for w in m.data.windows:
-        m.cp.add(m.peak >= m.hbm(w))
+    for p, w in m.over:
+        m.cp.add(m.peak >= m.hbm(p, w))
 
 
 def most_over(m: Model) -> None:
@@ -224,14 +228,22 @@ FAMILIES: tuple[Family[Model], ...] = (
 # ---- the pass
 
 
+def lacking(solution: Solution, over: dict[tuple[str, str], cp_model.IntVar]) -> dict[str, int]:
+    """Bytes over a capacity by window, of the pool that lacks most; windows that fit are left out."""
+    found: dict[str, int] = {}
+    for (_, window), variable in over.items():
+        if (nbytes := solution.value(variable) * UNIT) > found.get(window, 0):
+            found[window] = nbytes
+    return found
+
+
 def read(model: Model, solution: Solution) -> Residency:
     """The solution as places, shortfalls and totals."""
     places: dict[str, dict[str, Place]] = {o.name: {} for o in model.data.items}
     for (name, window, place), literal in model.at.items():
         if solution.true(literal):
             places[name][window] = place
-    over = {w: solution.value(v) * UNIT for w, v in model.over.items() if solution.value(v)}
-    short = {w: solution.value(v) * UNIT for w, v in model.short.items() if solution.value(v)}
+    over, short = lacking(solution, model.over), lacking(solution, model.short)
     moved = next(r.value for r in solution.results if r.objective == "bytes moved")
     late = zip(model.exposed, model.data.stretches, strict=True)
     exposed = {k.windows[-1]: solution.value(e) * 1e-6 for e, k in late}
@@ -253,5 +265,5 @@ class ResidencyPass:
         """Solve; a schedule over capacity is returned as such, for the plan to explain."""
         model, limits = constrain(Model(gather(module)), FAMILIES), module.job.solver
         solution = minimise(model.cp, self.name, model.objectives(), seconds=limits.seconds, seed=limits.seed)
-        assert solution is not None, "over[w] and short[w] make every job solvable"
+        assert solution is not None, "over[p,w] and short[p,w] make every job solvable"
         return module.put(read(model, solution))

@@ -22,11 +22,12 @@ UNIT = 4096
 
 @dataclass(frozen=True)
 class Item:
-    """An object o of the maths: b, A and F in `units`, `places`; S and t(.) in microseconds."""
+    """An object o of the maths: b, A and F in `units`, `places`; p of o in `pool`; S and t(.) in microseconds."""
 
     name: str
     units: int
     places: dict[str, frozenset[Place]]
+    pool: str = ""
     cyclic: bool = False
     host_backed: bool = False
     recomputable: bool = False
@@ -66,6 +67,11 @@ class Data:
     stretches: tuple[Stretch, ...]
     compute_us: dict[str, int]
 
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Every pool p that an object lies on."""
+        return tuple(dict.fromkeys(o.pool for o in self.items))
+
 
 def gather(module: Module) -> Data:
     """The data of a module that knows its schedule and lifetimes."""
@@ -93,6 +99,7 @@ def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
         name=o.name,
         units=-(-o.nbytes // UNIT),
         places={w: _places(o, w) for w in alive},
+        pool=job.pool(o.process),
         cyclic=o.always or o.produced == START,
         host_backed=o.host_backed,
         recomputable=o.recomputable,
@@ -109,8 +116,9 @@ def _places(o: StateObject, window: str) -> frozenset[Place]:
 
 
 def _stretches(schedule: Schedule, timeline: Timeline) -> tuple[Stretch, ...]:
-    if schedule.kind == "serial":
-        return tuple(Stretch((w,)) for w in schedule.names())
+    if not schedule.overlapped:
+        idle = dict.fromkeys(schedule.names("decode"), round(timeline.idle_s * 1e6))
+        return tuple(Stretch((w,), idle.get(w, 0)) for w in schedule.names())
     together = schedule.decode_windows
     alone = (Stretch((w,)) for w in schedule.names() if w not in together)
     return (Stretch(together, round(timeline.idle_s * 1e6)), *alone)

@@ -4,6 +4,7 @@
                (the rollout engine decodes through all three)
     serial     P1 decode  ||  P2 prefix-reference | P2 score-reference | P2 prefix-actor | P2 train-actor    ||  P3 ..
     naive      as rollplex, with everything resident all the time
+    disaggregated   as serial, with rollout on GPUs of its own: they wait in P2, the training GPUs in P1 (section 4.2)
 
 `||` are the barriers rollout-complete and theta-quiet; `published` ends the iteration. A window is the unit of
 lifetime analysis; the trainer runs one window after the other, the rollout engine runs through those of phase P1.
@@ -23,6 +24,8 @@ from rollplex.ir.errors import GraphError
 from rollplex.ir.module import Module
 from rollplex.passes.prefix_split import Split
 
+OVERLAPPED = ("rollplex", "naive")
+"""Schedules whose prefixes run beside the decode of the same GPUs."""
 Kind = Literal["prefix", "decode", "score", "train", "update", "publish"]
 Phase = Literal["P1", "P2", "P3"]
 
@@ -59,6 +62,11 @@ class Schedule:
     calls: tuple[Call, ...]
     hosts: tuple[str, ...]
     phases: dict[str, str]
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether prefixes run beside decode."""
+        return self.kind in OVERLAPPED
 
     def names(self, *kinds: Kind, phase: str = "") -> tuple[str, ...]:
         """Names of the windows of these kinds (all kinds if none is given) and phase, in order."""
@@ -110,7 +118,7 @@ def windows_of(calls: list[Call], kind: str) -> list[Window]:
     prefixes = sorted((c for c in calls if c.op == "prefix"), key=lambda c: c.trained)
     suffixes = sorted((c for c in calls if c.op == "suffix"), key=lambda c: c.trained)
     decode = Window("P1 decode", "P1", "decode", next(c.node for c in calls if c.op == "generate"), "")
-    overlapped = kind != "serial"
+    overlapped = kind in OVERLAPPED
     windows = [_prefix(c, "P1") for c in prefixes if overlapped]
     windows.append(decode)
     for call in suffixes:

@@ -41,7 +41,10 @@ class SharePolicyPass:
     def run(self, module: Module) -> Module:
         """Read the policy off the job and the schedule."""
         sharing = module.job.sharing
-        if module[Schedule].kind == "serial":
+        schedule = module[Schedule]
+        if schedule.kind == "disaggregated":
+            policy = Policy(kind="none", why="rollout and training have GPUs of their own")
+        elif not schedule.overlapped:
             policy = Policy(kind="none", why="phases run one after the other")
         elif sharing.kind == "fixed":
             policy = Policy(kind="fixed", share=sharing.share, why="as the job states")

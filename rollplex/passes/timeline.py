@@ -15,6 +15,7 @@ class Timeline:
     """Seconds of compute by window, without transfers; `overlap_s` is prefix time under the sharing policy.
 
     `compute` is each window's own work; `window` how long the window lasts, where decode runs beside the prefixes.
+    `idle_s` is the part of the decode window that the trainer's GPUs have free for transfers.
     """
 
     compute: dict[str, float]
@@ -29,15 +30,14 @@ class Timeline:
 
 def window_seconds(job: Job, schedule: Schedule) -> Timeline:
     """The timeline of a job under a schedule."""
-    kind, windows = schedule.kind, schedule.windows
+    windows, overlapped = schedule.windows, schedule.overlapped
     decode = _decode_s(job)
     compute = {w.name: decode if w.kind == "decode" else _window_s(job, w) for w in windows}
     prefix = sum(compute[w.name] for w in windows if w.kind == "prefix")
-    overlapped = kind != "serial"
     interference = min(decode, prefix) * INTERFERENCE_SHARE * _share(job) if overlapped else 0.0
     post = sum(s for w, s in zip(windows, compute.values(), strict=True) if w.kind not in ("prefix", "decode"))
     beside = prefix / _share(job) if overlapped else prefix
-    idle = max(0.0, decode + interference - beside) if overlapped else 0.0
+    idle = max(0.0, decode + interference - beside) if overlapped else decode if job.disaggregated else 0.0
     window = dict(compute)
     if overlapped:
         window |= {w.name: compute[w.name] / _share(job) for w in windows if w.kind == "prefix"}
@@ -68,5 +68,4 @@ def _window_s(job: Job, window: Window) -> float:
         case "update":
             return costs.adam_s(parameters)
         case _:
-            exchanged = parameters * job.itemsize * (job.q - 1)
-            return costs.exchange_s(exchanged)
+            return costs.refresh_s() if job.disaggregated else costs.exchange_s(parameters * job.itemsize * (job.q - 1))

@@ -47,12 +47,16 @@ def trains_vision(job: Job, role: str) -> bool:
 
 
 def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
-    """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`; q gathers a shared snapshot."""
+    """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`.
+
+    q gathers a shared snapshot; refresh spans both pools of a disaggregated job.
+    """
+    apart = [("refresh", job.gpus)] if job.disaggregated else []
     if process == "rollout":
-        found = [("tp", job.rollout_tp)]
+        found = [("tp", job.rollout_tp), *apart]
     else:
         found = [("tp", job.trainer(role).tensor_parallel) for role in job.roles]
-        found += [("dp", job.data_parallel(job.policy)), ("q", job.q if shared else 1)]
+        found += [("dp", job.data_parallel(job.policy)), ("q", job.q if shared else 1), *apart]
     return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
 
 

@@ -17,7 +17,8 @@ def layout_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     layout = plan.summary.layout
     total = sum(c.params for c in layout.cases.values())
     if not total:
-        return []
+        sent = f"every update sends {size(layout.exchange_bytes_per_gpu)} to each GPU of the rollout pool"
+        return labelled("layout", f"two pools share no weights: {sent}", width) if len(plan.summary.pools) > 1 else []
     shares = "   ".join(f"case {k} {100 * c.params / total:.2f} %" for k, c in layout.cases.items())
     cost = (
         f"case-3 buffer {size(layout.case3_buffer_bytes)} a GPU, exchange {size(layout.exchange_bytes_per_gpu)} a GPU"

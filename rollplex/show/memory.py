@@ -1,5 +1,7 @@
 """Memory over the iteration: one bar a window against the capacity, the largest objects under the peak, the host pool.
 
+Where rollout has GPUs of its own, each pool has its bars.
+
 P1 decode            ##############################################....|  73.27  88.4 s  peak
 """
 
@@ -9,7 +11,7 @@ from collections.abc import Iterable
 
 from rich.text import Text
 
-from rollplex.ir.plan import Plan, WindowSummary
+from rollplex.ir.plan import Plan, PoolSummary, WindowSummary
 from rollplex.show.text import LABEL, WIDTH, Unit, clip, joined, labelled, line, seconds, unit_for
 
 _NAME, _FIGURE, _SECONDS, _MARK = 30, 9, 9, 6  # a window's name has at most so many characters
@@ -17,28 +19,35 @@ _LINES = 2  # of objects under the peak
 
 
 def memory_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
-    """The bars, then the pinned pool."""
+    """The bars of every pool, then the pinned host memory."""
+    return [*(text for pool in plan.summary.pools for text in _bars(plan, pool, width)), *_pinned(plan, width)]
+
+
+def _bars(plan: Plan, pool: PoolSummary, width: int) -> list[Text]:
+    """One bar a window: what a GPU of the pool holds."""
     summary = plan.summary
     unit = unit_for([summary.capacity_bytes, summary.peak_hbm_bytes])
     name = 2 + min(max((len(w.name) for w in summary.windows), default=0), _NAME) + 2
-    title, capacity = f"memory of a GPU, {unit.name}", f"capacity {unit(summary.capacity_bytes)}"
+    which = f" of the {pool.name} pool ({pool.gpus})" if len(summary.pools) > 1 else ""
+    title, capacity = f"memory of a GPU{which}, {unit.name}", f"capacity {unit(summary.capacity_bytes)}"
     lines = [line((f"{title:<{width - len(capacity)}}", "bold"), capacity)]
     for w in summary.windows:
-        peak = w.name == summary.peak_window
-        lines.append(_bar_line(plan, w, unit, name, width))
-        lines += _largest(plan, w, unit, name, width) if peak else []
-    return [*lines, *_pool(plan, width)]
+        live = {o: nbytes for o, nbytes in w.by_object.items() if plan.pool_of(o) == pool.name}
+        peak = w.name == pool.peak_window
+        lines.append(_bar_line(plan, w, sum(live.values()), peak, unit, name, width))
+        lines += _largest(plan, live, unit, name, width) if peak else []
+    return lines
 
 
-def _bar_line(plan: Plan, w: WindowSummary, unit: Unit, name: int, width: int) -> Text:
+def _bar_line(plan: Plan, w: WindowSummary, held: int, peak: bool, unit: Unit, name: int, width: int) -> Text:
     room = width - name - _FIGURE - _SECONDS - _MARK
-    over = w.hbm_bytes > plan.summary.capacity_bytes
+    over = held > plan.summary.capacity_bytes
     made = line(
         f"  {clip(w.name, name - 4):<{name - 2}}",
-        *bar(w.hbm_bytes, plan.summary.capacity_bytes, plan.summary.peak_hbm_bytes, room),
-        (f"{unit(w.hbm_bytes):>{_FIGURE}}", "bold red" if over else ""),
+        *bar(held, plan.summary.capacity_bytes, plan.summary.peak_hbm_bytes, room),
+        (f"{unit(held):>{_FIGURE}}", "bold red" if over else ""),
         (f"{seconds(w.seconds):>{_SECONDS}}", "dim"),
-        ("  peak" if w.name == plan.summary.peak_window else "", "bold"),
+        ("  peak" if peak else "", "bold"),
     )
     return made
 
@@ -55,10 +64,10 @@ def bar(held: int, capacity: int, peak: int, room: int) -> list[tuple[str, str]]
     return [("#" * inside, "green"), ("." * free, "dim"), ("|", "bold"), ("!" * beyond, "red"), (" " * rest, "")]
 
 
-def _largest(plan: Plan, w: WindowSummary, unit: Unit, name: int, width: int) -> list[Text]:
+def _largest(plan: Plan, held: dict[str, int], unit: Unit, name: int, width: int) -> list[Text]:
     """Under the peak: the largest of what is live."""
     titles = {o.name: o.title for o in plan.summary.objects}
-    live = by_size((titles.get(key, key), nbytes) for key, nbytes in w.by_object.items())
+    live = by_size((titles.get(key, key), nbytes) for key, nbytes in held.items())
     return [line((" " * name + text, "dim")) for text in _summed(live, unit, width - name)]
 
 
@@ -79,7 +88,7 @@ def _summed(sizes: list[tuple[str, int]], unit: Unit, width: int) -> list[str]:
     return []
 
 
-def _pool(plan: Plan, width: int) -> list[Text]:
+def _pinned(plan: Plan, width: int) -> list[Text]:
     """The pinned host pool in the window that fills it most."""
     summary = plan.summary
     fullest = max(summary.windows, key=lambda w: w.host_bytes, default=None)

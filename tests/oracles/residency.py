@@ -36,8 +36,9 @@ def legal(data: Data, at: Assignment) -> bool:
 
 def worth(data: Data, at: Assignment) -> dict[str, int]:
     """The objectives of a legal assignment."""
-    held = {w: held_in(data, at, w) for w in data.windows}
-    pinned = {w: pinned_in(data, at, w) for w in data.windows}
+    spots = list(itertools.product({o.pool for o in data.items}, data.windows))
+    held = {(p, w): held_in(data, at, p, w) for p, w in spots}
+    pinned = {(p, w): pinned_in(data, at, p, w) for p, w in spots}
     excess = [max(0, n - data.capacity) for n in held.values()]
     excess += [max(0, n - data.host_capacity) for n in pinned.values()]
     exposed = sum(max(0, sum(busy(data, at, w) for w in k.windows) - k.slack_us) for k in data.stretches)
@@ -45,14 +46,15 @@ def worth(data: Data, at: Assignment) -> dict[str, int]:
     return dict(zip(OBJECTIVES, (max(excess), sum(excess), exposed, max(held.values()), moved), strict=True))
 
 
-def held_in(data: Data, at: Assignment, w: str) -> int:
+def held_in(data: Data, at: Assignment, pool: str, w: str) -> int:
     """Pages in HBM."""
-    return sum(o.units for o in data.items if at.get((o.name, w)) == {"hbm"})
+    return sum(o.units for o in data.items if o.pool == pool and at.get((o.name, w)) == {"hbm"})
 
 
-def pinned_in(data: Data, at: Assignment, w: str) -> int:
+def pinned_in(data: Data, at: Assignment, pool: str, w: str) -> int:
     """Pages in the pinned pool: host-backed objects are always there."""
-    return sum(o.units for o in data.items if o.host_backed or at.get((o.name, w)) == {"host"})
+    mine = (o for o in data.items if o.pool == pool)
+    return sum(o.units for o in mine if o.host_backed or at.get((o.name, w)) == {"host"})
 
 
 def turned(o: Item, at: Assignment, w: str) -> int:
@@ -128,6 +130,7 @@ def items(draw: st.DrawFn, name: str, windows: tuple[str, ...]) -> Item:
         name=name,
         units=draw(SMALL),
         places={w: always if recomputable else draw(st.sampled_from(FREE)) for w in alive},
+        pool=draw(st.sampled_from(("gpus", "gpus", "others"))),
         cyclic=cyclic and not recomputable,
         host_backed=draw(st.booleans()) and not recomputable,
         recomputable=recomputable,

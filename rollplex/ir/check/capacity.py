@@ -1,4 +1,4 @@
-"""Capacity: the most bytes in any state that the processes of one GPU can reach together.
+"""Capacity: the most bytes in any state that the processes of one GPU can reach together, pool by pool.
 
 A state is a cut: i steps of train are done and j of rollout. It can be reached when each program's done steps need no
 undone step of the other, so for each i the possible j are an interval, and its ends only grow with i:
@@ -133,6 +133,11 @@ def _grow(cuts: Cuts, cut: Cut, rest: list[Load]) -> Cut:
 
 def check_capacity(facts: Facts, cuts: Cuts, held: Sequence[Spans]) -> Iterator[Violation]:
     """Nothing over HBM or the pinned pool in any reachable state of a feasible plan (design.md section 4)."""
+    for processes in facts.pools.values():
+        yield from _of_pool(facts, cuts, [one for one in held if one.process in processes])
+
+
+def _of_pool(facts: Facts, cuts: Cuts, held: Sequence[Spans]) -> Iterator[Violation]:
     summary = facts.plan.summary
     for kind, capacity, device, spans in (
         ("capacity", summary.capacity_bytes, "the GPU", [s for one in held for s in one.pages]),

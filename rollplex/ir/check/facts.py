@@ -24,6 +24,8 @@ from rollplex.ir.steps import (
 )
 
 ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
+TOWER = ".vision"
+"""How the names of vision towers end."""
 TIMELINE = "train"
 """The program whose steps say which window it is."""
 BY_GROUP = ("prefix", "suffix", "train", "prefix_backward")
@@ -63,6 +65,15 @@ class Facts:
                 yield at, at.step
 
     @cached_property
+    def pools(self) -> dict[str, tuple[str, ...]]:
+        """The processes that share the GPUs of each pool; those without a GPU are in none."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, kind in self.plan.processes.items():
+            if kind.pool:
+                found[kind.pool] = (*found.get(kind.pool, ()), name)
+        return found
+
+    @cached_property
     def barriers(self) -> dict[tuple[str, str], int]:
         """The place of every barrier in every program."""
         return {(at.process, at.step.name): at.index for at in self.steps() if isinstance(at.step, Barrier)}
@@ -85,7 +96,7 @@ class Facts:
         """Whether the job freezes this part of a trained role: its vision tower."""
         match self.plan.job:
             case {"roles": {o.role: {"freeze": list() | tuple() as parts}}}:
-                return o.name.endswith(".vision") and "vision" in parts
+                return o.name.endswith(TOWER) and "vision" in parts
             case _:
                 return False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rollplex.ir.check.facts import THETA_QUIET, Facts
+from rollplex.ir.check.facts import THETA_QUIET, TOWER, Facts
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.check.update import Update, made, updates
 from rollplex.ir.steps import Exchange, Publish, Rebuild
@@ -66,13 +66,37 @@ def _rebuilt_late(u: Update, found: list[At]) -> Iterator[Violation]:
 
 
 def _sent(u: Update, found: list[At]) -> Iterator[Violation]:
-    """A copy of another process is filled by an exchange that the updating process enters too, with the snapshot."""
-    sent = [at.step for at in (u.refreshed(u.snapshot) if u.snapshot else ()) if at.index > u.last]
-    groups = {step.group for step in sent if isinstance(step, Exchange)}
+    """A copy of another process is filled by an exchange that the updating process enters too, with what it copies."""
     for at in found:
-        if isinstance(at.step, Exchange) and at.process != u.process and at.step.group not in groups:
-            what = f"{u.process} does not enter group {at.step.group} with {u.snapshot} after its last chunk"
-            yield Violation("missing-exchange", what, at, at.step.object)
+        if not isinstance(at.step, Exchange) or at.process == u.process:
+            continue
+        name, nbytes = at.step.object, u.facts.objects[at.step.object].bytes
+        if at.step.nbytes != nbytes:
+            yield Violation("missing-exchange", f"it moves {at.step.nbytes:,} bytes, {name} has {nbytes:,}", at, name)
+        source = _partner(u, at)
+        if source is None or source.index < u.last or not _same_part(u, source, name):
+            what = f"{u.process} does not enter group {at.step.group} with {u.role}'s new weights after its last chunk"
+            yield Violation("missing-exchange", what, at, name)
+
+
+def _partner(u: Update, at: At) -> At | None:
+    """The step of the updating process that meets this one: exchanges of a group meet in order."""
+    assert isinstance(at.step, Exchange)
+    group = at.step.group
+    mine, theirs = (
+        [a for a in u.facts.steps(p) if isinstance(a.step, Exchange) and a.step.group == group]
+        for p in (at.process, u.process)
+    )
+    place = [a.index for a in mine].index(at.index)
+    return theirs[place] if place < len(theirs) else None
+
+
+def _same_part(u: Update, source: At, copy: str) -> bool:
+    """Whether what is sent is the part of the role that the copy is of, the tower or the rest, and not a copy."""
+    assert isinstance(source.step, Exchange)
+    name = source.step.object
+    tower = copy.endswith(TOWER) == name.endswith(TOWER)
+    return tower and u.facts.theta.get(name) == u.role and name not in u.facts.copies
 
 
 def publish(u: Update) -> Iterator[Violation]:

@@ -97,6 +97,9 @@ RULES: dict[str, Rule] = {
     "host-capacity": Rule(
         "the pinned pool holds what is at the host in every order of steps", "design 4", "keep more in HBM"
     ),
+    "pool": Rule(
+        "who shares pages shares GPUs, and every pool is summed up", "paper 4.2", COMPILE_AGAIN
+    ),
     # ---- update and publication
     "update-before-quiet": Rule(
         "the update begins after barrier theta-quiet", "paper 3.1", "move it behind the barrier"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollplex.ir.check.capacity import Cuts
@@ -27,28 +27,42 @@ class Places:
         return cls(hbm, {name: found - hbm.get(name, set()) for name, found in host.items()})
 
 
+def of_pools(facts: Facts, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of these objects on a GPU of each pool: an object lies where its owner runs."""
+    pool = {process: kind.pool for process, kind in facts.plan.processes.items()}
+    total = dict.fromkeys(facts.pools, 0)
+    for name, nbytes in sizes.items():
+        if pool[facts.objects[name].process]:
+            total[pool[facts.objects[name].process]] += nbytes
+    return total
+
+
 def window_bytes(facts: Facts, places: Places) -> Iterator[Violation]:
-    """`by_object` lists what is mapped in a window, with its bytes; `hbm_bytes` is their sum."""
+    """`by_object` lists what is mapped in a window, with its bytes; `hbm_bytes` is their sum, of the fullest pool."""
     for w in facts.plan.summary.windows:
         live = {o.name: o.bytes for o in facts.objects.values() if w.name in places.hbm.get(o.name, ())}
         for name in sorted({*live, *w.by_object}):
             if w.by_object.get(name, 0) != live.get(name, 0):
                 what = f"says {w.by_object.get(name, 0):,} bytes of {name}, {live.get(name, 0):,} are mapped"
                 yield Violation("window-bytes", what, object=name, nbytes=live.get(name, 0), where=w.name)
-        if w.hbm_bytes != sum(w.by_object.values()):
-            what = f"hbm_bytes are {w.hbm_bytes:,}, by_object sums to {sum(w.by_object.values()):,}"
+        most = max(of_pools(facts, w.by_object).values(), default=0)
+        if w.hbm_bytes != most:
+            what = f"hbm_bytes are {w.hbm_bytes:,}, by_object sums to {most:,} on a GPU"
             yield Violation("window-bytes", what, where=w.name)
 
 
 def host_bytes(facts: Facts, places: Places) -> Iterator[Violation]:
     """`host_bytes` are those of frozen weights and of what is at the host in a window."""
     for w in facts.plan.summary.windows:
-        there = [o for o in facts.objects.values() if o.host_backed or w.name in places.host.get(o.name, ())]
-        total = sum(o.bytes for o in there)
+        there = {o.name: o.bytes for o in facts.objects.values() if _at_host(o, places, w.name)}
+        total = max(of_pools(facts, there).values(), default=0)
         if w.host_bytes != total:
-            names = ", ".join(o.name for o in there) or "nothing"
-            what = f"host_bytes are {w.host_bytes:,}, the replay holds {total:,} ({names})"
+            what = f"host_bytes are {w.host_bytes:,}, the replay holds {total:,} ({', '.join(there) or 'nothing'})"
             yield Violation("host-bytes", what, nbytes=total, where=w.name)
+
+
+def _at_host(o: PlannedObject, places: Places, window: str) -> bool:
+    return o.host_backed or window in places.host.get(o.name, ())
 
 
 def peak(facts: Facts) -> Iterator[Violation]:
@@ -63,6 +77,23 @@ def peak(facts: Facts) -> Iterator[Violation]:
     host = max((w.host_bytes for w in summary.windows), default=0)
     if summary.peak_host_bytes != host:
         yield Violation("peak", f"peak_host_bytes are {summary.peak_host_bytes:,}, the largest window has {host:,}")
+
+
+def pool_peaks(facts: Facts, places: Places) -> Iterator[Violation]:
+    """Every pool of the processes is summed up, with the most that one of its GPUs holds."""
+    by_window = {w.name: of_pools(facts, w.by_object) for w in facts.plan.summary.windows}
+    at_host = {
+        w: of_pools(facts, {o.name: o.bytes for o in facts.objects.values() if _at_host(o, places, w)})
+        for w in facts.windows
+    }
+    for p in (p for p in facts.plan.summary.pools if p.name in facts.pools):
+        most, host = (max((of[p.name] for of in found.values()), default=0) for found in (by_window, at_host))
+        if p.peak_hbm_bytes != most or by_window.get(p.peak_window, {}).get(p.name) != most:
+            told = f"a GPU of {p.name} has {p.peak_hbm_bytes:,} bytes in {p.peak_window}"
+            yield Violation("peak", f"{told}, its fullest window {most:,}", nbytes=most, where=p.name)
+        if p.peak_host_bytes != host:
+            told = f"a GPU of {p.name} has {p.peak_host_bytes:,} bytes at the host"
+            yield Violation("peak", f"{told}, the replay {host:,}", nbytes=host, where=p.name)
 
 
 def residency_table(facts: Facts, places: Places) -> Iterator[Violation]:
@@ -124,8 +155,15 @@ def feasible(facts: Facts) -> Iterator[Violation]:
         told = f"{plan.infeasible.window} lacks {plan.infeasible.shortfall_bytes:,} bytes of {plan.infeasible.resource}"
         truth = f"{right[1].name} is first and lacks {right[2]:,}" if right else "no window does"
         yield Violation("infeasible", f"{told}; by the windows {truth}", where=plan.infeasible.window)
-    elif right[0] == "hbm" and {o.name: o.bytes for o in plan.infeasible.objects} != right[1].by_object:
+    elif right[0] == "hbm" and {o.name: o.bytes for o in plan.infeasible.objects} != _fullest(facts, right[1]):
         yield Violation("infeasible", "its objects are not those of the window", where=plan.infeasible.window)
+
+
+def _fullest(facts: Facts, w: WindowSummary) -> dict[str, int]:
+    """Objects of the window on a GPU of the pool that holds most."""
+    total, pools = of_pools(facts, w.by_object), facts.pools
+    fullest = pools[max(pools, key=lambda p: total[p])] if pools else ()
+    return {name: nbytes for name, nbytes in w.by_object.items() if facts.objects[name].process in fullest}
 
 
 def _first_over(facts: Facts) -> list[tuple[str, WindowSummary, int]]:
@@ -145,6 +183,7 @@ def check_summary(facts: Facts, places: Places) -> Iterator[Violation]:
     yield from window_bytes(facts, places)
     yield from host_bytes(facts, places)
     yield from peak(facts)
+    yield from pool_peaks(facts, places)
     yield from residency_table(facts, places)
     yield from uses_table(facts)
     yield from feasible(facts)
