@@ -1,6 +1,7 @@
 # make demo    install into .venv, print the plan of a 32 B model on 8 H800, train a small model with GRPO on this CPU
 # make test    install into .venv, run every check and every test
 # make check   the checks alone: lint, format, types, import directions
+# make numbers   what was published beside what the compiler computes: models, Table 1, layout, Figure 8
 # make clean   remove the environment, the example's data, runs and caches
 #
 # Needs python3 (3.11 to 3.13) and make, nothing else. To choose another interpreter: make demo PYTHON=python3.12
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 DATA := examples/data/shapes
 export TORCH_INDEX
 
-.PHONY: help demo plan train test check clean venv-host venv-dev
+.PHONY: help demo plan train test check numbers clean venv-host venv-dev
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -38,6 +39,9 @@ test: venv-dev
 
 check: venv-dev
 	@$(BIN)/python tools/check.py --static
+
+numbers: venv-host
+	@$(BIN)/python tools/reproduce.py
 
 clean:
 	rm -rf $(VENV) examples/data runs build dist *.egg-info
