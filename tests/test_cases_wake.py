@@ -78,7 +78,7 @@ def test_a_transition_in_the_wrong_order_is_refused(fault: str) -> None:
 
 
 def test_a_whole_sleep_and_wake_is_legal_where_the_host_has_room() -> None:
-    """Level 1: offloaded, fetched, used. Its backup at the host is counted (row 24): the tiny pool lacks those bytes."""
+    """Level 1: offloaded, fetched, used. The backup at the host is counted (row 24): the tiny pool lacks it."""
     plan, window = tiny_plan("apart"), "P1 decode"
     slept = insert(
         plan, "rollout", generates(plan), Offload(window=window, object=WEIGHTS), Fetch(window=window, object=WEIGHTS)
