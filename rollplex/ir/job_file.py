@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,27 @@ def read_job(path: Path, overrides: tuple[str, ...]) -> Job:
     if problems or job is None:
         raise JobError(*dict.fromkeys(problems))
     return job
+
+
+def change_job(job: Job, overrides: Iterable[str]) -> Job:
+    """The job with `a.b=c` overrides, checked as `read_job` checks them; JobError tells what refuses them."""
+    data = job.model_dump(mode="json")
+    try:
+        for text in overrides:
+            _apply(data, text)
+    except ValueError as error:
+        raise JobError(str(error)) from None
+    changed, wrong = _validate(data)
+    problems = [_problem(error, _nowhere) for error in wrong]
+    problems += [] if changed is None else [f.problem(_nowhere(f.path)) for f in check_job(changed)]
+    if problems or changed is None:
+        raise JobError(*dict.fromkeys(problems))
+    return changed
+
+
+def _nowhere(path: KeyPath) -> str:
+    """A job that is no longer a file has keys and no lines."""
+    return ".".join(map(str, path))
 
 
 _SECTIONS = "start with " + ", ".join(k for k, f in Job.model_fields.items() if f.is_required())
@@ -196,7 +218,7 @@ def _related(a: KeyPath, b: KeyPath) -> bool:
     return a[:shorter] == b[:shorter]
 
 
-def _problem(error: ErrorDetails, where: _Locator) -> Problem:
+def _problem(error: ErrorDetails, where: Callable[[KeyPath], str]) -> Problem:
     path, parent = locate(Job, error["loc"])
     what, hint = explain(error, path, parent)
     return Problem(what, where(path), hint)

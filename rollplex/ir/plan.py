@@ -180,11 +180,14 @@ class ObjectBytes(Strict):
 
 
 class Remedy(Strict):
-    """One change to the job, what it frees in the window that is over, and what it costs."""
+    """Changes to the job that make it fit, what they free in the window that was over, and what they cost."""
 
-    change: str
-    frees_bytes: Annotated[int, Field(strict=True)]
-    costs_s: Number
+    change: str = Field(description="`key=value` overrides, separated by blanks, to be pasted behind a command")
+    frees_bytes: int = Field(strict=True, description="fewer bytes in the window that was over (negative: more)")
+    costs_s: Number = Field(description="predicted seconds that a step takes longer")
+    costs_share: Number = Field(default=0.0, description="growth of the GPU seconds of one prompt: 0.1 is 10 % more")
+    shrinks: tuple[str, ...] = Field(default=(), description="objects that leave the window that was over, or shrink")
+    verified: bool = Field(default=False, description="compiled again with the change, and accepted by the checker")
 
 
 class Infeasible(Strict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from rollplex.ir.errors import JobError
@@ -113,12 +114,12 @@ class ModelSpec:
     @property
     def language_parameters(self) -> int:
         """Parameters outside the vision tower and its projector."""
-        return sum(t.numel for t in self.tensors() if t.part == "language")
+        return _parameters(self, "language")
 
     @property
     def vision_parameters(self) -> int:
         """Parameters of the vision tower and its projector."""
-        return sum(t.numel for t in self.tensors() if t.part == "vision")
+        return _parameters(self, "vision")
 
     def padded_vocab(self, tp: int = 1) -> int:
         """Rows of embedding and head in the engines: vLLM pads to 64 whatever the TP, and every engine must agree."""
@@ -152,7 +153,7 @@ class ModelSpec:
 
     def rank_parameters(self, tp: int, part: Part | None = None) -> int:
         """Parameters one rank holds of a part, or of the whole model; the vision tower is replicated."""
-        return sum(self.shard_numel(t, tp) for t in self.tensors() if part in (None, t.part))
+        return _rank_parameters(self, tp, part)
 
     def tp_by_heads(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that divide the attention heads."""
@@ -176,3 +177,16 @@ class ModelSpec:
             (rows % tp == 0, f"the {rows} padded vocabulary rows"),
         )
         return tuple(what for legal, what in checks if not legal)
+
+
+# Remedies ask a hundred jobs of one model for these sums over every tensor.
+
+
+@lru_cache(maxsize=256)
+def _parameters(spec: ModelSpec, part: Part) -> int:
+    return sum(t.numel for t in spec.tensors() if t.part == part)
+
+
+@lru_cache(maxsize=256)
+def _rank_parameters(spec: ModelSpec, tp: int, part: Part | None) -> int:
+    return sum(spec.shard_numel(t, tp) for t in spec.tensors() if part in (None, t.part))

@@ -25,7 +25,7 @@ from rollplex.passes.chunk_sizes import ChunkSizesPass
 from rollplex.passes.estimate import EstimatePass
 from rollplex.passes.infer_types import InferTypes
 from rollplex.passes.installed import insert, installed_passes
-from rollplex.passes.layout import LayoutPass
+from rollplex.passes.layout import Layout, LayoutPass
 from rollplex.passes.lifetimes import LifetimesPass
 from rollplex.passes.lower import LowerPass
 from rollplex.passes.prefix_split import PrefixSplit
@@ -35,6 +35,7 @@ from rollplex.passes.schedule import SchedulePass
 from rollplex.passes.selection import check_needs
 from rollplex.passes.share_policy import SharePolicyPass
 from rollplex.passes.share_prefix import SharePrefix
+from rollplex.passes.state import Lifetimes
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,36 @@ def run_passes(module: Module, passes: Sequence[Pass], on_pass: OnPass | None = 
     return module
 
 
+@dataclass(frozen=True)
+class Recompiler:
+    """The pipeline for jobs that differ from the one at hand, as remedies and questions about a plan need it."""
+
+    algorithm: Algorithm
+    passes: tuple[Pass, ...]
+
+    def lifetimes(self, job: Job, like: Module | None = None) -> Module:
+        """The module as far as its state contract; the layout of another job of the same degrees may be reused."""
+        made = next(i for i, p in enumerate(self.passes) if p.makes is Lifetimes)
+        module, passes = start(self.algorithm, job), self.passes[: made + 1]
+        if like is not None and _degrees(like.job) == _degrees(job):
+            module, passes = module.put(like[Layout]), tuple(p for p in passes if p.makes is not Layout)
+        return run_passes(module, passes)
+
+    def plan(self, job: Job) -> Plan:
+        """The whole plan, feasible or not, without remedies."""
+        return build_plan(run_passes(start(self.algorithm, job), self.passes))
+
+    def check(self, plan: Plan) -> None:
+        """PlanError for a plan that the checker refuses."""
+        verify_plan(plan)
+
+
+def _degrees(job: Job) -> tuple[object, ...]:
+    """What decides how weights lie, but for how much work decodes through them."""
+    parallel = [(name, r.train, r.score, r.rollout and r.rollout.tensor_parallel) for name, r in job.roles.items()]
+    return (job.model, job.cluster.gpus_per_node, job.cluster.nodes, job.layout, job.schedule, job.ablate, parallel)
+
+
 def compile_plan(
     algorithm: Algorithm, job: Job, *, on_pass: OnPass | None = None, passes: Sequence[Pass] | None = None
 ) -> Plan:
@@ -110,7 +141,7 @@ def compile_plan(
         plan = build_plan(module)
     if not plan.feasible:
         with stage("remedies"):
-            plan = with_remedies(plan, job, lambda changed: build_plan(run_passes(start(algorithm, changed), chosen)))
+            plan = with_remedies(plan, job, Recompiler(algorithm, tuple(chosen)))
     with stage("check the plan"):
         verify_plan(plan)
     return plan

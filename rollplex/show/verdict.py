@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from rollplex.ir.job import Job
-from rollplex.ir.plan import Infeasible, Plan, PlannedObject
+from rollplex.ir.plan import Infeasible, Plan, PlannedObject, Remedy
 from rollplex.ir.planned_job import job_of
-from rollplex.show.text import LABEL, WIDTH, clip, labelled, line, seconds, size, table, unit_for
+from rollplex.show.text import LABEL, WIDTH, clip, joined, labelled, line, seconds, size, table, unit_for
 
 NOT_IN_PAPER = {
     "vision tower": "towers",
@@ -50,13 +50,24 @@ def _live(plan: Plan, found: Infeasible, width: int) -> list[Text]:
 
 
 def _remedies(found: Infeasible, width: int) -> list[Text]:
+    """One line a remedy; a change too long for its column goes on below."""
     if not found.remedies:
-        return labelled("would fit", "with no single change that was tried", width)
-    rows = [
-        (r.change, f"frees {size(r.frees_bytes, 1)}" if r.frees_bytes > 0 else "", f"step {_signed(r.costs_s)}")
-        for r in found.remedies
-    ]
-    return [_under("would fit" if i == 0 else "", text, width) for i, text in enumerate(table(rows, gap=3))]
+        return labelled("would fit", "with no change that was found: one key, or two, of what this job states", width)
+    figures = table([_figures(r) for r in found.remedies], right=(0, 1, 2), gap=3)
+    room = width - LABEL - 3 - max(map(len, figures))
+    changes = min(max(len(r.change) for r in found.remedies), room)
+    lines: list[Text] = []
+    for remedy, text in zip(found.remedies, figures, strict=True):
+        first, *more = joined(remedy.change.split(), changes, " ")
+        label = "" if lines else "would fit"
+        lines += [_under(label, f"{first:<{changes}}   {text}", width), *(_under("", rest, width) for rest in more)]
+    return lines
+
+
+def _figures(remedy: Remedy) -> tuple[str, str, str]:
+    """What a remedy frees, and its cost: of a step, and of one prompt in GPU time, which fewer prompts do not save."""
+    frees = f"frees {size(remedy.frees_bytes, 1)}" if remedy.frees_bytes > 0 else ""
+    return frees, f"step {_signed(remedy.costs_s)}", f"a prompt {100 * remedy.costs_share:+.1f} %"
 
 
 def _signed(value: float) -> str:

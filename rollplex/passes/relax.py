@@ -1,0 +1,38 @@
+"""The residency problem with everything relaxed but sizes: a bound that tells without a solver what cannot fit.
+
+Data        b[o], C, H, F[o,w]   as in residency.py          B   bytes of what the pinned pool always backs
+Relaxed     (3) and (6) to (9) are dropped: every object is free to be in another place in every window
+Constraints (R1)  f[w] = sum_{o: F[o,w] = {hbm}} b[o] <= C                            what must be in HBM fits
+            (R2)  f[w] + sum_{o: may be at the host, never dropped} b[o] <= C + H - B      what must be somewhere fits
+Result      lack[w]   bytes by which (R1) or (R2) fails. A job with any lack is infeasible; without, it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollplex.ir.module import Module
+from rollplex.passes.residency_data import UNIT, Data, Item, gather
+
+ONLY_HBM = frozenset({"hbm"})
+
+
+def lack(module: Module) -> dict[str, int]:
+    """lack[w] in bytes for every window that has some; empty when the relaxed problem is feasible."""
+    data = gather(module)
+    found = {w: UNIT * _lack_in(data, w) for w in data.windows}
+    return {w: nbytes for w, nbytes in found.items() if nbytes > 0}
+
+
+def _lack_in(data: Data, window: str) -> int:
+    here = [o for o in data.items if window in o.places]
+    forced = _units(o for o in here if o.places[window] == ONLY_HBM)
+    somewhere = _units(
+        o for o in here if o.places[window] != ONLY_HBM and not o.host_backed and "dropped" not in o.places[window]
+    )
+    backed = _units(o for o in data.items if o.host_backed)
+    return max(forced - data.capacity, forced + somewhere - (data.capacity + data.host_capacity - backed))
+
+
+def _units(items: Iterable[Item]) -> int:
+    return sum(o.units for o in items)
