@@ -14,28 +14,40 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rollplex.ir.dsl import (
         Algorithm,
+        Critic,
         Frozen,
         HostFunction,
         Policy,
         Prompts,
         algorithm,
+        at_end,
+        gae,
         group_normalize,
         host,
         masked_mean,
         masked_sum,
+        sequence_mean,
+        sequence_sum,
+        whiten,
     )
 
 __all__ = [
     "Algorithm",
+    "Critic",
     "Frozen",
     "HostFunction",
     "Policy",
     "Prompts",
     "algorithm",
+    "at_end",
+    "gae",
     "group_normalize",
     "host",
     "masked_mean",
     "masked_sum",
+    "sequence_mean",
+    "sequence_sum",
+    "whiten",
 ]
 
 

@@ -134,7 +134,7 @@ def wide(plan: Plan, *names: str) -> Plan:
     """The plan with a loss that mixes these values over all prompts."""
     nothing: dict[str, tuple[str, ...]] = dict.fromkeys(("forward", "wide", "sliced", "whole"), ())
     loss = LossPlan(role="actor", loss="loss", step=(), group=(), result="loss", wide_inputs=names, **nothing)
-    return plan.model_copy(update={"loss": loss})
+    return plan.model_copy(update={"losses": {"actor": loss}})
 
 
 def test_a_loss_over_all_prompts_needs_the_values_of_all() -> None:

@@ -19,28 +19,43 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from rollplex.ir import graph as graphs
 from rollplex.ir.errors import GraphError, Loc, Problem, RollplexError
 from rollplex.ir.naming import named_graph
-from rollplex.ir.ops import group_normalize, masked_mean, masked_sum
 from rollplex.ir.params import number
 from rollplex.ir.roles import Role, host
+from rollplex.ir.tensor_ops import (
+    at_end,
+    gae,
+    group_normalize,
+    masked_mean,
+    masked_sum,
+    sequence_mean,
+    sequence_sum,
+    whiten,
+)
 from rollplex.ir.tracing import Recorder, closest
 from rollplex.ir.types import RoleKind
 
 __all__ = [
     "Algorithm",
+    "Critic",
     "Frozen",
     "HostFunction",
     "Policy",
     "Prompts",
     "algorithm",
+    "at_end",
+    "gae",
     "group_normalize",
     "host",
     "masked_mean",
     "masked_sum",
+    "sequence_mean",
+    "sequence_sum",
+    "whiten",
 ]
 
 
@@ -52,6 +67,10 @@ class Policy:
     """Annotation of the role that is sampled from and trained."""
 
 
+class Critic:
+    """Annotation of a role that is trained and not sampled from."""
+
+
 class Frozen:
     """Annotation of a role whose weights never change."""
 
@@ -60,7 +79,7 @@ class HostFunction:
     """Annotation of a parameter that is a Python function, called through rx.host."""
 
 
-_KINDS: Mapping[str, RoleKind] = {"Policy": "policy", "Frozen": "frozen"}
+_KINDS: Mapping[str, RoleKind] = {"Policy": "policy", "Critic": "critic", "Frozen": "frozen"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +175,11 @@ def _declared(algorithm: Algorithm, name: str, roles: Mapping[str, RoleKind] | N
 
 
 def _kind(handle: Role) -> RoleKind:
-    return handle.kind or ("policy" if {"generate", "update"} & set(handle.uses) else "frozen")
+    if handle.kind:
+        return handle.kind
+    if "update" in handle.uses and "values" in handle.uses and "generate" not in handle.uses:
+        return "critic"
+    return "policy" if {"generate", "update"} & set(handle.uses) else "frozen"
 
 
 def _check_roles(algorithm: Algorithm, handles: list[Role], roles: Mapping[str, RoleKind] | None) -> None:
@@ -196,7 +219,7 @@ def _two_policies(first: Role, second: Role) -> Problem:
 
 
 def _check_updates(algorithm: Algorithm, graph: Graph) -> None:
-    """There is an update, and its loss reaches the role it trains."""
+    """There is an update, its loss reaches the role it trains, and no gradient of it another trained role."""
     found = graphs.updates(graph)
     if not found:
         raise GraphError(
@@ -209,6 +232,24 @@ def _check_updates(algorithm: Algorithm, graph: Graph) -> None:
                 where=graphs.loc(node),
                 hint=f"compute it from {role}.logprobs(prompts, rollout), and detach nothing on the way",
             )
+        for other in (r for r in found if r != role):
+            _check_apart(graph, role, node, other)
+
+
+def _check_apart(graph: Graph, role: str, update: Node, other: str) -> None:
+    """A loss may use another trained role's values, not send a gradient into its model."""
+    loss, reached = update.args[1], graphs.attached(graph, other)
+    if loss not in reached:
+        return
+    behind = graphs.ancestors(loss)  # type: ignore[arg-type]
+    on_the_way = (n for n in graph.nodes if n in reached & behind)
+    pairs = ((i, n) for n in on_the_way for i in n.all_input_nodes)
+    call, user = next((i, n) for i, n in pairs if graphs.calls(i) and graphs.role(i) == other)
+    raise GraphError(
+        f"the loss of `{role}` sends a gradient into `{other}` through `{call.name}`",
+        where=graphs.loc(user),
+        hint=f"use {call.name}.detach() here; `{other}` learns from its own {other}.update(..)",
+    )
 
 
 def _header(algorithm: Algorithm, values: Mapping[str, Any]) -> str:

@@ -65,6 +65,18 @@ def is_model_call(node: Node) -> bool:
     return runs_model(node) or is_op(node, ops.update)
 
 
+def calls(node: Node) -> bool:
+    """Whether a node is a model's call on responses, whole or only its suffix: what a window scores or trains."""
+    return is_op(node, ops.suffix, *ops.MODEL_CALLS.values())
+
+
+def head(node: Node) -> str:
+    """What a model's call on responses gives: logprobs, values or score; "" for any other node."""
+    if not calls(node):
+        return ""
+    return str(bound_arguments(node)["head"]) if is_op(node, ops.suffix) else op_name(node)
+
+
 def role(node: Node) -> str:
     """The role whose model a node runs or updates; "" for any other node."""
     return str(node.args[0]) if is_model_call(node) else ""
@@ -99,6 +111,17 @@ def differentiable(node: Node) -> bool:
 def response_dependent(graph: Graph) -> frozenset[Node]:
     """Nodes that cannot run before the response exists: reachable from a generate op through any op whatever."""
     return _reach(graph, lambda n: is_op(n, ops.generate), lambda n: True)
+
+
+def ancestors(node: Node) -> frozenset[Node]:
+    """A node and all that it is made of."""
+    found, queue = {node}, [node]
+    while queue:
+        for parent in queue.pop().all_input_nodes:
+            if parent not in found:
+                found.add(parent)
+                queue.append(parent)
+    return frozenset(found)
 
 
 def theta_dependent(graph: Graph, trained: Iterable[str] | None = None) -> frozenset[Node]:

@@ -26,6 +26,7 @@ from rollplex.ir.job_schema import (
     Optimizer,
     Plain,
     Role,
+    RoleModel,
     RunOptions,
     Schedule,
     Section,
@@ -34,6 +35,7 @@ from rollplex.ir.job_schema import (
     Train,
     Workload,
     _distinct,
+    named_model,
 )
 from rollplex.ir.models import ModelSpec, config_file, load_model, model_label, spec_from_config
 from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes
@@ -67,22 +69,33 @@ class Job(Section):
     @model_validator(mode="before")
     @classmethod
     def _model_by_name(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("model"), str):
-            return {**data, "model": {"name": data["model"]}}
-        return data
+        return named_model(data)
 
     # ---- the model and the device
 
     @cached_property
     def spec(self) -> ModelSpec:
         """The model's dimensions; host engines keep the vocabulary as it is, the others pad it to 64."""
-        config, path = self.model.config, Path(self.model.name)
-        if config is None:
-            spec = load_model(self.model.name)
+        return self.load(self.model)
+
+    def spec_of(self, role: str) -> ModelSpec:
+        """The dimensions of a role's model: its own or the job's, with logits or one number at its end."""
+        return self._specs[role]
+
+    @cached_property
+    def _specs(self) -> dict[str, ModelSpec]:
+        own = {name: self.load(role.model) if role.model else self.spec for name, role in self.roles.items()}
+        scalar = {name for name, role in self.roles.items() if role.head == "scalar"}
+        return {name: replace(spec, head="scalar") if name in scalar else spec for name, spec in own.items()}
+
+    def load(self, model: ModelChoice | RoleModel) -> ModelSpec:
+        """The dimensions of a model that the job names."""
+        path = Path(model.name)
+        if model.config is None:
+            spec = load_model(model.name)
         else:
-            spec = spec_from_config(
-                config, model_label(path), config_file(path) if os.path.exists(path) else "model.config"
-            )
+            where = config_file(path) if os.path.exists(path) else "model.config"
+            spec = spec_from_config(model.config, model_label(path), where)
         return replace(spec, vocab_multiple=1) if self.on_host else spec
 
     @cached_property
@@ -169,6 +182,11 @@ class Job(Section):
             raise JobError("no role has both `train` and `rollout`", hint="give the policy's role both sections")
         return names[0]
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Every role that is trained, the policy first."""
+        return (self.policy, *(name for name, role in self.roles.items() if role.train and name != self.policy))
+
     def trainer(self, role: str) -> Train:
         """The section of the engine that trains or scores a role: both run in the training-rank processes."""
         section = self.roles[role].train or self.roles[role].score
@@ -212,7 +230,11 @@ class Job(Section):
     @property
     def prompts_per_rank(self) -> int:
         """Prompts of one step that each training rank of the policy works on."""
-        return self.workload.prompts // self.data_parallel(self.policy)
+        return self.prompts_of(self.policy)
+
+    def prompts_of(self, role: str) -> int:
+        """Prompts of one step that each rank of a role's training or scoring engine works on."""
+        return self.workload.prompts // self.data_parallel(role)
 
     @property
     def prompts_per_engine(self) -> int:
@@ -239,7 +261,7 @@ class Job(Section):
 
     def describe(self) -> str:
         """The job in three aligned lines: model and cluster, roles, work and schedule."""
-        reference = [f"{name} {_engine(self.trainer(name))}" for name in self.roles if name != self.policy]
+        reference = [self._role(name) for name in self.roles if name != self.policy]
         policy = self.roles[self.policy]
         assert policy.train is not None
         assert policy.rollout is not None
@@ -253,6 +275,11 @@ class Job(Section):
             ("work", self._work(), "schedule", self._schedule()),
         )
         return "\n".join(f"{a:<10} {b:<48} {c:<9} {d}".rstrip() for a, b, c, d in rows)
+
+    def _role(self, name: str) -> str:
+        """`critic Qwen2.5-VL-7B megatron TP4`; the model is named where it is the role's own."""
+        own = f"{self.spec_of(name).name} " if self.roles[name].model else ""
+        return f"{name} {own}{_engine(self.trainer(name))}"
 
     def _cluster(self) -> str:
         c = self.cluster

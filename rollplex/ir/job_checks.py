@@ -14,7 +14,7 @@ from rollplex.ir.sizes import pretty
 
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
-    from rollplex.ir.job_schema import Parallel
+    from rollplex.ir.job_schema import ModelChoice, Parallel, RoleModel
 
 KeyPath = tuple[str | int, ...]
 
@@ -55,9 +55,10 @@ def job_notes(job: Job) -> tuple[str, ...]:
     """What is legal but worth knowing: repeated KV heads, a capacity that no log confirms."""
     notes = []
     for path, section in _sections(job):
-        if section.tensor_parallel > job.spec.kv_heads:
-            times = section.tensor_parallel // job.spec.kv_heads
-            notes.append(f"{'.'.join(map(str, path))}: each of the {job.spec.kv_heads} KV heads is held {times} times")
+        heads = job.spec_of(str(path[1])).kv_heads
+        if section.tensor_parallel > heads:
+            times = section.tensor_parallel // heads
+            notes.append(f"{'.'.join(map(str, path))}: each of the {heads} KV heads is held {times} times")
     if job.cluster.rollout_gpus is not None and not job.disaggregated:
         notes.append(f"cluster.rollout_gpus has no effect: {job.schedule} runs every engine on all {job.gpus} GPUs")
     if job.cluster.capacity_gib is None and job.device.logged_usable_gib is None:
@@ -69,13 +70,15 @@ def job_notes(job: Job) -> tuple[str, ...]:
 
 
 def _model(job: Job) -> Iterator[Finding]:
-    try:
-        assert job.spec
-    except JobError as error:
-        for p in error.problems:
-            yield Finding(
-                ("model", "name"), f"{p.where}: {p.what}" if p.where else p.what, p.hint, (("model", "config"),)
-            )
+    sections: list[tuple[KeyPath, ModelChoice | RoleModel]] = [(("model",), job.model)]
+    sections += [(("roles", name, "model"), role.model) for name, role in job.roles.items() if role.model]
+    for path, model in sections:
+        try:
+            assert job.load(model)
+        except JobError as error:
+            for p in error.problems:
+                what = f"{p.where}: {p.what}" if p.where else p.what
+                yield Finding((*path, "name"), what, p.hint, ((*path, "config"),))
 
 
 def _gpu(job: Job) -> Iterator[Finding]:
@@ -112,6 +115,11 @@ def _roles(job: Job) -> Iterator[Finding]:
         if not role.train and not role.score:
             hint = "train for the role that learns, score for a frozen one"
             yield Finding(here, f"role `{name}` has neither `train` nor `score`", hint)
+        if role.train and role.score:
+            yield Finding((*here, "score"), f"role `{name}` has both `train` and `score`", "train scores as well")
+        if role.rollout and role.model:
+            what = f"`{name}` is sampled from, so its model is the job's"
+            yield Finding((*here, "model"), what, "name it under `model` at the top")
         if role.train and set(role.freeze) == {"vision", "language"}:
             yield Finding((*here, "freeze"), f"every part of `{name}` is frozen, so there is nothing to train")
     policies = [name for name, role in job.roles.items() if role.train and role.rollout]
@@ -200,7 +208,7 @@ def _degrees(job: Job) -> Iterator[Finding]:
 
 
 def _tensor_parallel(job: Job, path: KeyPath, tp: int) -> Iterator[Finding]:
-    spec, per_node = job.spec, job.cluster.gpus_per_node
+    spec, per_node = job.spec_of(str(path[1])), job.cluster.gpus_per_node
     legal = [t for t in spec.legal_tp() if per_node % t == 0]
     hint = "tensor_parallel " + " or ".join(map(str, legal))
     for obstacle in spec.tp_obstacles(tp):
@@ -257,6 +265,10 @@ def _visual(job: Job) -> Iterator[Finding]:
     work, vision = job.workload, job.spec.vision
     if not work.frames:
         return
+    for name, role in job.roles.items():
+        if role.model and vision and job.spec_of(name).vision is None:
+            what = f"{job.spec_of(name).name} has no vision tower, and the prompts have {work.frames} frames"
+            yield Finding(("roles", name, "model"), what, "a vision-language model", (("workload", "frames"),))
     if vision is None:
         yield Finding(("workload", "frames"), f"{job.spec.name} has no vision tower", "frames: 0", (("model", "name"),))
     elif work.max_pixels and (tokens := vision.max_visual_tokens(work.frames, work.max_pixels)) >= work.prompt_tokens:

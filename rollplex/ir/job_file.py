@@ -108,10 +108,10 @@ def _apply(data: dict[str, Any], text: str) -> Override:
     if not equals or not all(path):
         raise ValueError("write section.key=value")
     value = parse_value(value_text)
-    if isinstance(data.get("model"), str) and len(path) > 1 and path[0] == "model":
-        data["model"] = {"name": data["model"]}
     section = data
     for depth, part in enumerate(path[:-1]):
+        if part == "model" and isinstance(section.get(part), str):
+            section[part] = {"name": section[part]}
         inner = section.setdefault(part, {})
         if inner is None:
             inner = section[part] = {}
@@ -132,6 +132,10 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> None:
             if isinstance(run.get(key), str):
                 run[key] = str(_resolve(base, run[key]))
     _embed_config(data, base)
+    roles = data.get("roles")
+    for role in roles.values() if isinstance(roles, dict) else ():
+        if isinstance(role, dict):
+            _embed_config(role, base)
 
 
 def _resolve(base: Path, text: str) -> Path:
@@ -139,7 +143,7 @@ def _resolve(base: Path, text: str) -> Path:
 
 
 def _embed_config(data: dict[str, Any], base: Path) -> None:
-    """For a model given by path, put its absolute path and its config fields into the job."""
+    """For a model given by path, put its absolute path and its config fields into the section that names it."""
     model = data.get("model")
     model = {"name": model} if isinstance(model, str) else model
     if not isinstance(model, dict):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB
 from rollplex.ir.sizes import Gb, Gib, gib_to_nbytes
@@ -60,6 +69,13 @@ class Section(BaseModel):
         return value
 
 
+def named_model(data: Any) -> Any:
+    """A section in which `model: NAME` is written out as {name: NAME}."""
+    if isinstance(data, dict) and isinstance(data.get("model"), str):
+        return {**data, "model": {"name": data["model"]}}
+    return data
+
+
 class ModelChoice(Section):
     """Which model is trained, and in which dtype the engines hold it."""
 
@@ -74,6 +90,19 @@ class ModelChoice(Section):
     config: dict[str, Any] | None = Field(
         default=None,
         description="config.json fields; filled in when `name` is a path, so that a plan stands on its own",
+    )
+
+
+class RoleModel(Section):
+    """A role's own model, of another size or trained for something else than the job's; in the job's dtype."""
+
+    name: str = Field(
+        examples=["Qwen2.5-VL-7B"],
+        min_length=1,
+        description="a registry name, a Hugging Face directory, or a config.json",
+    )
+    config: dict[str, Any] | None = Field(
+        default=None, description="config.json fields; filled in when `name` is a path"
     )
 
 
@@ -155,6 +184,13 @@ class Rollout(Parallel):
 class Role(Section):
     """One use of the model: which engines train it, sample from it, score with it."""
 
+    model: RoleModel | None = Field(
+        default=None, description="its own model; a name alone is short for {name: ..}; null is the job's model"
+    )
+    head: Literal["auto", "logits", "scalar"] = Field(
+        default="auto",
+        description="what the model ends in: logits, or one number as in a critic; auto: as the algorithm calls it",
+    )
     train: Train | None = Field(default=None, description="present when the role is trained")
     rollout: Rollout | None = Field(default=None, description="present when the role generates responses")
     score: Score | None = Field(default=None, description="present when a frozen role computes log-probabilities")
@@ -168,6 +204,11 @@ class Role(Section):
         default="auto",
         description="what the attached prefix saves for its backward: in host memory, in HBM, or recomputed",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_by_name(cls, data: Any) -> Any:
+        return named_model(data)
 
 
 class Workload(Section):

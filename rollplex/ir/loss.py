@@ -36,8 +36,8 @@ class _Splitting:
         self.graph, self.role = graph, role
         self.update = g.updates(graph)[role]
         self.loss: Node = self.update.args[1]  # type: ignore[assignment]
-        self.forward = tuple(n for n in g.find(graph, ops.logprobs, ops.suffix) if g.role(n) == role)
-        self.behind = _ancestors(self.loss)
+        self.forward = tuple(n for n in graph.nodes if g.calls(n) and g.role(n) == role)
+        self.behind = g.ancestors(self.loss)
         self.state: dict[Node, State] = dict.fromkeys(self.forward, "group")
         self.steps = _downstream_free(self.behind, self.forward)
         self.step_records: list[NodeRecord] = []
@@ -220,16 +220,6 @@ def _given(step: Mapping[str, NodeRecord], names: Iterable[str]) -> tuple[str, .
         else:
             needed[name] = None
     return tuple(sorted(needed))
-
-
-def _ancestors(node: Node) -> frozenset[Node]:
-    found, queue = {node}, [node]
-    while queue:
-        for parent in queue.pop().all_input_nodes:
-            if parent not in found:
-                found.add(parent)
-                queue.append(parent)
-    return frozenset(found)
 
 
 def _downstream_free(nodes: frozenset[Node], sources: tuple[Node, ...]) -> frozenset[Node]:

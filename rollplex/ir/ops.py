@@ -4,8 +4,8 @@ rollout   = actor.generate(prompts, n=n)             generate("actor", %prompts,
 ref_logp  = reference.logprobs(prompts, rollout)     logprobs("reference", %prompts, %rollout)
 loss      = rx.masked_mean(x, rollout.mask)          masked_mean(%x, %rollout_mask)
 
-A function below is three things: what the user calls, the target of the fx node it records, and, for tensor ops, what
-the runtime executes. Called with traced values it records itself; called with tensors it computes.
+A function is three things: what the user calls, the target of the fx node it records, and, for the tensor maths of
+tensor_ops.py, what the runtime executes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
-
 from rollplex.ir.errors import GraphError
+from rollplex.ir.tensor_ops import (
+    at_end,
+    gae,
+    group_normalize,
+    mask_count,
+    masked_mean,
+    masked_sum,
+    portion,
+    rows,
+    sequence_mean,
+    sequence_sum,
+)
 from rollplex.ir.types import GROUP, PROMPT, RESPONSE, UNIT, Effect, StructType, TensorType, Type, field_type
 
 Separable = Literal["group", "sum", "no"]
 Returns = Literal["scores", "prompts", "sample_prompts", "rollout"]
+Head = Literal["logprobs", "values", "score"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,24 @@ def logprobs(role: str, prompts: Any, rollout: Any) -> Any:
     raise AssertionError("logprobs is executed by a backend")
 
 
+def values(role: str, prompts: Any, rollout: Any) -> Any:
+    """A critic's value of the state in which each response token is chosen: prompt and response before that token.
+
+    Before: prompts [prompt] (or a boundary), rollout [prompt, group]. After: [prompt, group, response], attached to
+    autograd if the role is trained. It is split as `logprobs` is; the model ends in one number instead of logits.
+    """
+    raise AssertionError("values is executed by a backend")
+
+
+def score(role: str, prompts: Any, rollout: Any) -> Any:
+    """A reward model's score of every response, read at its last token.
+
+    Before: prompts [prompt] (or a boundary), rollout [prompt, group]. After: [prompt, group]. It is split as `logprobs`
+    is; the model ends in one number instead of logits.
+    """
+    raise AssertionError("score is executed by a backend")
+
+
 def prefix(role: str, prompts: Any) -> Any:
     """Run a role's model over all but the last token of every prompt.
 
@@ -84,10 +111,11 @@ def prefix(role: str, prompts: Any) -> Any:
     raise AssertionError("prefix is executed by a backend")
 
 
-def suffix(role: str, boundary: Any, rollout: Any) -> Any:
+def suffix(role: str, boundary: Any, rollout: Any, *, head: Head = "logprobs") -> Any:
     """Run the last prompt token and the response on top of a boundary.
 
-    Before: boundary [prompt], rollout [prompt, group]. After: log-probabilities [prompt, group, response].
+    Before: boundary [prompt], rollout [prompt, group]. After: what the head gives: log-probabilities or values
+    [prompt, group, response], or scores [prompt, group].
     """
     raise AssertionError("suffix is executed by a backend")
 
@@ -110,55 +138,6 @@ def field(value: Any, name: str) -> Any:
     return value[name] if isinstance(value, Mapping) else getattr(value, name)
 
 
-# ------------------------------------------------------------------------------------------------------- tensor ops
-
-
-def group_normalize(x: Any, n: int, eps: float = 1e-6) -> Any:
-    """Normalise over the n responses of every prompt: (x - mean) / (std + eps), std with n - 1 (GRPO's advantage).
-
-    Before and after: [prompt, group, ..]. Source: DeepSeekMath, arXiv 2402.03300, section 4.1.
-    """
-    if has_torch_function((x,)):
-        return handle_torch_function(group_normalize, (x,), x, n, eps=eps)
-    assert tuple(x.shape[1:2]) == (n,), f"group_normalize over {n} responses of a tensor {tuple(x.shape)}"
-    return (x - x.mean(dim=1, keepdim=True)) / (x.std(dim=1, keepdim=True) + eps)
-
-
-def masked_sum(x: Any, mask: Any) -> Any:
-    """Sum of x where the mask holds. Before: two tensors of one shape. After: a scalar []."""
-    if has_torch_function((x, mask)):
-        return handle_torch_function(masked_sum, (x, mask), x, mask)
-    # `where` rather than a product: a padded position may hold inf or nan, and 0 * inf is nan.
-    return torch.where(mask, x, 0).sum() if mask.dtype is torch.bool else (x * mask).sum()
-
-
-def masked_mean(x: Any, mask: Any) -> Any:
-    """Mean of x where the mask holds, over all prompts and responses of the step: one token, one vote.
-
-    Before: two tensors of one shape, of the whole step. After: a scalar []: masked_sum(x, mask) / mask_count(mask).
-    """
-    if has_torch_function((x, mask)):
-        return handle_torch_function(masked_mean, (x, mask), x, mask)
-    x, mask = torch.broadcast_tensors(x, mask)
-    return portion(masked_sum(x, mask), mask_count(mask))
-
-
-def mask_count(mask: Tensor) -> Tensor:
-    """How much a mask lets through, at least 1: the divisor of a masked mean. Before: [..]. After: a scalar []."""
-    total = mask.sum()
-    return torch.where(total == 0, torch.ones_like(total), total)
-
-
-def rows(x: Tensor) -> Tensor:
-    """The number of prompts of a tensor [prompt, ..] of the whole step. After: a scalar []."""
-    return torch.tensor(x.shape[0])
-
-
-def portion(x: Any, count: Tensor) -> Any:
-    """x divided by a count, in x's own dtype: what one prompt group contributes to a mean. Before and after: [..]."""
-    return x / count.to(x.dtype) if isinstance(x, Tensor) else x / count.item()
-
-
 # ------------------------------------------------------------------------------------------------------------- types
 
 
@@ -166,8 +145,16 @@ def _rollout_of(bound: Mapping[str, Any], _float: str) -> Type:
     return StructType("Rollout", (PROMPT, GROUP))
 
 
-def _logprobs_of(_bound: Mapping[str, Any], float_dtype: str) -> Type:
+def _tokens_of(_bound: Mapping[str, Any], float_dtype: str) -> Type:
     return TensorType((PROMPT, GROUP, RESPONSE), float_dtype)
+
+
+def _responses_of(_bound: Mapping[str, Any], float_dtype: str) -> Type:
+    return TensorType((PROMPT, GROUP), float_dtype)
+
+
+def _suffix_of(bound: Mapping[str, Any], float_dtype: str) -> Type:
+    return (_responses_of if bound["head"] == "score" else _tokens_of)(bound, float_dtype)
 
 
 def _boundary_of(bound: Mapping[str, Any], _float: str) -> Type:
@@ -211,6 +198,36 @@ def _masked(bound: Mapping[str, Any], float_dtype: str) -> Type:
     return TensorType((), x.dtype if x.dtype.startswith(("float", "bfloat")) else float_dtype)
 
 
+def _along_response(bound: Mapping[str, Any], _float: str) -> TensorType:
+    """The value of a function of two tensors along the response, which its mask must have."""
+    x, mask = bound["x"], bound["mask"]
+    if mask.dims[-1:] != (RESPONSE,):
+        raise GraphError(
+            f"the mask [{', '.join(mask.dims)}] has no response positions", hint="use a mask such as rollout.mask"
+        )
+    return TensorType(mask.dims, x.dtype)
+
+
+def _sequences(bound: Mapping[str, Any], float_dtype: str) -> Type:
+    tokens = _along_response(bound, float_dtype)
+    return TensorType(tokens.dims[:-1], tokens.dtype)
+
+
+def _advantages(bound: Mapping[str, Any], _float: str) -> Type:
+    rewards, values, mask = bound["rewards"], bound["values"], bound["mask"]
+    if values.dims[-1:] != (RESPONSE,) or values.dims != mask.dims:
+        raise GraphError(
+            f"gae needs a value of every response token, these are [{', '.join(values.dims)}]",
+            hint="rx.gae(score, critic.values(prompts, rollout), rollout.mask)",
+        )
+    if rewards.dims[-1:] not in ((RESPONSE,), (UNIT,)):
+        raise GraphError(
+            f"gae needs rewards of every token, or scores of every response, these are [{', '.join(rewards.dims)}]",
+            hint="rx.gae(score, values, rollout.mask), or rx.at_end(score, rollout.mask) - kl * (..)",
+        )
+    return TensorType(values.dims, values.dtype)
+
+
 def _counted(_bound: Mapping[str, Any], float_dtype: str) -> Type:
     return TensorType((), float_dtype)
 
@@ -228,15 +245,21 @@ def _updated(bound: Mapping[str, Any], _float: str) -> Type:
 
 _ROWS = (
     Op(generate, _rollout_of, calls_model=True, separable="group", struct="Rollout"),
-    Op(logprobs, _logprobs_of, calls_model=True, separable="group", differentiable=True),
+    Op(logprobs, _tokens_of, calls_model=True, separable="group", differentiable=True),
+    Op(values, _tokens_of, calls_model=True, separable="group", differentiable=True),
+    Op(score, _responses_of, calls_model=True, separable="group", differentiable=True),
     Op(prefix, _boundary_of, calls_model=True, separable="group", differentiable=True, struct="Boundary"),
-    Op(suffix, _logprobs_of, calls_model=True, separable="group", differentiable=True),
+    Op(suffix, _suffix_of, calls_model=True, separable="group", differentiable=True),
     Op(host, _host_of),
     Op(update, _updated),
     Op(field, _field_of, separable="group", pure=True),
     Op(group_normalize, _group_normalized, separable="group", differentiable=True, pure=True, tensors=("x",)),
     Op(masked_mean, _masked, separable="sum", differentiable=True, pure=True, tensors=("x", "mask")),
     Op(masked_sum, _masked, separable="sum", differentiable=True, pure=True, tensors=("x", "mask")),
+    Op(sequence_sum, _sequences, separable="group", differentiable=True, pure=True, tensors=("x", "mask")),
+    Op(sequence_mean, _sequences, separable="group", differentiable=True, pure=True, tensors=("x", "mask")),
+    Op(at_end, _along_response, separable="group", differentiable=True, pure=True, tensors=("x", "mask")),
+    Op(gae, _advantages, separable="group", pure=True, tensors=("rewards", "values", "mask")),
     Op(mask_count, _counted, pure=True),
     Op(rows, _counted, pure=True),
     Op(portion, _counted, pure=True),
@@ -244,6 +267,9 @@ _ROWS = (
 
 OPS: Mapping[str, Op] = {row.name: row for row in _ROWS}
 OP_OF: Mapping[Callable[..., Any], Op] = {row.fn: row for row in _ROWS}
+
+MODEL_CALLS: Mapping[Head, Callable[..., Any]] = {"logprobs": logprobs, "values": values, "score": score}
+"""Whole calls of a model on prompts and responses, by what its head gives; prefix-split takes them apart."""
 
 STRUCT_OF_RETURNS: Mapping[str, str | None] = {
     "scores": None,

@@ -107,8 +107,13 @@ class Microbatches(Strict):
 class ChunkSummary(Strict):
     """What the chunk-sizes pass decided."""
 
-    optimizer: OptimizerChunks
+    optimizer: OptimizerChunks = Field(description="of the policy")
+    others: dict[str, OptimizerChunks] = Field(default_factory=dict, description="of every other trained role")
     microbatch: Microbatches
+
+    def of(self, role: str) -> OptimizerChunks:
+        """The chunks of a trained role's update."""
+        return self.others.get(role, self.optimizer)
 
 
 class Times(Strict):
@@ -208,6 +213,13 @@ class ProcessKind(Strict):
     ranks: Whole
     tensor_parallel: Whole = 1
     data_parallel: Whole = 1
+    role_data_parallel: dict[str, Whole] = Field(
+        default_factory=dict, description="copies of a role's model, where they are not `data_parallel`"
+    )
+
+    def copies(self, role: str) -> int:
+        """Data-parallel copies of a role's model."""
+        return self.role_data_parallel.get(role, self.data_parallel)
 
 
 class NodeRecord(Strict):
@@ -262,7 +274,9 @@ class Plan(Strict):
     algorithm: str = Field(description="file and name of the algorithm")
     job: dict[str, Any]
     graph: tuple[NodeRecord, ...]
-    loss: LossPlan | None = Field(default=None, description="the loss, taken apart by prompt group")
+    losses: dict[str, LossPlan] = Field(
+        default_factory=dict, description="the loss of every trained role, taken apart by prompt group"
+    )
     hosts: dict[str, str] = Field(default_factory=dict, description="host node -> name of the algorithm's parameter")
     not_executable: tuple[str, ...] = Field(default=(), description="features no backend can execute yet")
     summary: Summary

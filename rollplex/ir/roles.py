@@ -16,6 +16,8 @@ from rollplex.ir.types import RoleKind
 _USAGE = {
     "generate": "rollout = actor.generate(prompts, n=n)",
     "logprobs": "logp = actor.logprobs(prompts, rollout)",
+    "values": "values = critic.values(prompts, rollout)",
+    "score": "score = judge.score(prompts, rollout)",
     "prefix": "kv = actor.prefix(prompts)",
     "suffix": "logp = actor.suffix(kv, rollout)",
     "update": "actor.update(loss)",
@@ -52,8 +54,9 @@ class Role:
         """Sample n responses a prompt; a Rollout."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             self.recorder.refuse(f"n must be a positive whole number of responses, it is {n!r}", "n=8")
-        if self.kind == "frozen":
-            self.recorder.refuse(f"`{self.name}` is frozen and cannot generate", "generate from the policy")
+        if self.kind in ("frozen", "critic"):
+            why = "is frozen" if self.kind == "frozen" else "is trained only"
+            self.recorder.refuse(f"`{self.name}` {why} and cannot generate", "generate from the policy")
         self._struct(prompts, "Prompts", "generate")
         if self.recorder.responds(prompts):
             self.recorder.refuse(
@@ -64,11 +67,15 @@ class Role:
 
     def logprobs(self, prompts: Any, rollout: Any) -> Value:
         """Log-probabilities of the response tokens; `prompts` may be a boundary made by `prefix`."""
-        if isinstance(prompts, Value) and prompts.node.meta["struct"] == "Boundary":
-            return self.suffix(prompts, rollout)
-        self._struct(prompts, "Prompts", "logprobs")
-        self._struct(rollout, "Rollout", "logprobs")
-        return self._record(ops.logprobs, prompts, rollout)
+        return self._call("logprobs", prompts, rollout)
+
+    def values(self, prompts: Any, rollout: Any) -> Value:
+        """A value of every response token, before it is chosen; attached when the role is trained."""
+        return self._call("values", prompts, rollout)
+
+    def score(self, prompts: Any, rollout: Any) -> Value:
+        """One score of every response, from a reward model."""
+        return self._call("score", prompts, rollout)
 
     def prefix(self, prompts: Any) -> Value:
         """The boundary of the prompts: everything before the first response position."""
@@ -83,12 +90,7 @@ class Role:
 
     def suffix(self, boundary: Any, rollout: Any) -> Value:
         """Log-probabilities of the response tokens on top of a boundary of the same role."""
-        self._struct(boundary, "Boundary", "suffix")
-        self._struct(rollout, "Rollout", "suffix")
-        maker = graphs.role(boundary.node)
-        if maker != self.name:
-            self.recorder.refuse(f"a suffix of `{self.name}` on a boundary of `{maker}`", f"use {maker}.suffix(..)")
-        return self._record(ops.suffix, boundary, rollout)
+        return self._suffix(boundary, rollout)
 
     def update(self, loss: Any) -> Value:
         """One optimizer step of this role."""
@@ -101,6 +103,23 @@ class Role:
         update = self._record(ops.update, loss)
         self.recorder.updated[self.name] = graphs.loc(update.node)
         return update
+
+    def _call(self, head: ops.Head, prompts: Any, rollout: Any) -> Value:
+        """A call on prompts, or its suffix where they are a boundary."""
+        if isinstance(prompts, Value) and prompts.node.meta["struct"] == "Boundary":
+            return self._suffix(prompts, rollout, **({} if head == "logprobs" else {"head": head}))
+        self._struct(prompts, "Prompts", head)
+        self._struct(rollout, "Rollout", head)
+        return self._record(ops.MODEL_CALLS[head], prompts, rollout)
+
+    def _suffix(self, boundary: Any, rollout: Any, **head: str) -> Value:
+        self._struct(boundary, "Boundary", "suffix")
+        self._struct(rollout, "Rollout", "suffix")
+        maker = graphs.role(boundary.node)
+        if maker != self.name:
+            self.recorder.refuse(f"a suffix of `{self.name}` on a boundary of `{maker}`", f"use {maker}.suffix(..)")
+        self.uses.setdefault(head.get("head", "logprobs"), self.recorder.here())
+        return self._record(ops.suffix, boundary, rollout, **head)
 
     def _struct(self, value: Any, struct: str, method: str) -> None:
         if not isinstance(value, Value) or value.node.meta["struct"] != struct:

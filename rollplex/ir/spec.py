@@ -98,6 +98,7 @@ class ModelSpec:
     vision: VisionSpec | None = None
     moe: MoeSpec | None = None
     vocab_multiple: int = 64
+    head: Literal["logits", "scalar"] = "logits"
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -120,6 +121,11 @@ class ModelSpec:
     def vision_parameters(self) -> int:
         """Parameters of the vision tower and its projector."""
         return _parameters(self, "vision")
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the model gives for a token: a logit a vocabulary row, or the one of a value or score head."""
+        return self.vocab if self.head == "logits" else 1
 
     def padded_vocab(self, tp: int = 1) -> int:
         """Rows of embedding and head in the engines: vLLM pads to 64 whatever the TP, and every engine must agree."""

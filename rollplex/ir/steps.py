@@ -67,7 +67,8 @@ class Drop(_Step):
     object: Name
 
 
-Task = Literal["load", "host", "generate", "prefix", "suffix", "train", "prefix_backward", "grad_norm"]
+Task = Literal["load", "host", "generate", "prefix", "suffix", "whole", "train", "prefix_backward", "grad_norm"]
+"""`whole` is a scoring call that is not split; `train` is one too, where its role has no prefix."""
 
 
 class Run(_Step):

@@ -30,7 +30,9 @@ def _language(spec: ModelSpec) -> Iterator[Tensor]:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield Tensor(f"{root}layers.{layer}.{norm}.weight", (spec.hidden,), "language", "norm", layer)
     yield Tensor(root + "norm.weight", (spec.hidden,), "language", "norm")
-    if not spec.tied:
+    if spec.head == "scalar":
+        yield Tensor("score.weight", (1, spec.hidden), "language", "score")
+    elif not spec.tied:
         yield Tensor("lm_head.weight", (spec.vocab, spec.hidden), "language", "head", axis=0)
 
 

@@ -32,7 +32,8 @@ ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
 }
 
-RoleKind = Literal["policy", "frozen"]
+RoleKind = Literal["policy", "critic", "frozen"]
+"""Sampled from and trained; trained only; neither."""
 StructKind = Literal["Prompts", "Rollout", "Boundary"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from rollplex.backends.facts import load_facts
@@ -26,7 +27,7 @@ from rollplex.passes.estimate import Estimate
 from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
 from rollplex.passes.pools import by_pool, hbm_bytes, host_bytes, pool_summaries
-from rollplex.passes.records import graph_records, host_names, loss_plan
+from rollplex.passes.records import graph_records, host_names, loss_plans
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Phase, Schedule
 from rollplex.passes.share_policy import SharePolicy
@@ -47,9 +48,9 @@ def build_plan(module: Module) -> Plan:
         algorithm=f"{module.algorithm.loc.file}:{module.algorithm.name}",
         job=module.job.model_dump(mode="json"),
         graph=graph_records(module),
-        loss=loss_plan(module),
+        losses=loss_plans(module),
         hosts=host_names(module),
-        not_executable=not_executable(module.job),
+        not_executable=not_executable(module),
         summary=summary,
         infeasible=infeasible,
         processes=processes(module.job),
@@ -71,6 +72,7 @@ def processes(job: Job) -> dict[str, ProcessKind]:
             ranks=job.train_gpus,
             tensor_parallel=trainer.tensor_parallel,
             data_parallel=dp,
+            role_data_parallel={r: job.data_parallel(r) for r in job.roles if job.data_parallel(r) != dp},
         ),
         "rollout": ProcessKind(
             engine=rollout.engine,
@@ -82,8 +84,9 @@ def processes(job: Job) -> dict[str, ProcessKind]:
     }
 
 
-def not_executable(job: Job) -> tuple[str, ...]:
+def not_executable(module: Module) -> tuple[str, ...]:
     """What no backend can execute yet: the plan is for reading."""
+    job = module.job
     engines = {job.trainer(name).engine for name in job.roles}
     engines |= {r.rollout.engine for r in job.roles.values() if r.rollout}
     found = [f"engine {e}" for e in sorted(engines) if not load_facts(e).runs]
@@ -91,7 +94,28 @@ def not_executable(job: Job) -> tuple[str, ...]:
         found.append(f"{job.gpus} GPUs: the host backend runs one training and one rollout rank")
     if job.schedule in ("naive", "disaggregated") or job.ablate:
         found.append(f"schedule {job.schedule}" + (f" without {', '.join(job.ablate)}" if job.ablate else ""))
-    return tuple(found)
+    return (*found, *_of_roles(job), *_of_calls(module[Schedule]))
+
+
+def _of_roles(job: Job) -> Iterator[str]:
+    """Roles that a backend cannot have beside the policy."""
+    for name in job.trained[1:]:
+        yield f"{name} is trained beside {job.policy}: backends train one role"
+    for name, role in job.roles.items():
+        if role.head == "scalar":
+            yield f"{name} ends in one number: backends have models that end in logits"
+        if role.model:
+            yield f"{name} has a model of its own: backends load the job's"
+        if job.data_parallel(name) != job.data_parallel(job.policy):
+            yield f"{name} has other data-parallel ranks than {job.policy}: backends do not pass values between them"
+
+
+def _of_calls(schedule: Schedule) -> Iterator[str]:
+    for call in (c for c in schedule.calls if c.op == "whole"):
+        yield f"{call.role}'s call %{call.node} is not split"
+    for host in schedule.hosts:
+        if host in schedule.early:
+            yield f"host function %{host} runs before the rollout"
 
 
 # ---- summary
@@ -195,7 +219,8 @@ def warnings(module: Module) -> list[str]:
         if o.host_backed and fetches:
             found.append(f"{o.title} ({pretty(o.nbytes)}) return to HBM {fetches}x a step")
     if job.spec.vision and job.workload.max_pixels is None and job.workload.frames:
-        found.append(f"no workload.max_pixels: every prompt token may be visual, {patches(job)} patches a prompt")
+        most = patches(job, job.policy)
+        found.append(f"no workload.max_pixels: every prompt token may be visual, {most} patches a prompt")
     if module[HeldSizes].chunk_elements:
         chunks = module[Chunks].summary.optimizer
         found.append(

@@ -20,6 +20,7 @@ Constraints (1)  KE = K E
             (9)  T = (K + s - 1) c
 Objective   bytes over capacity, then suffix steps a group, then update time, then workspace bytes
 Bytes over capacity are what even the smallest sizes lack; the plan then does not fit, and says so by window.
+Every trained role has a model of its own, for their updates share no window; that of the policy chooses m for all.
 """
 
 from __future__ import annotations
@@ -35,21 +36,23 @@ from rollplex.ir.job_schema import MAX_CHUNKS
 from rollplex.ir.module import Module
 from rollplex.ir.plan import ChunkSummary, Microbatches, OptimizerChunks, SolverResult
 from rollplex.passes.costs import Costs
-from rollplex.passes.inventory import (
-    chunk_bytes_per_element,
-    chunks_in_flight,
-    pages,
-    workspace_bytes_per_element,
-)
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
 from rollplex.passes.state import HeldSizes, Lifetimes, SizeChoice
+from rollplex.passes.update_sizes import (
+    chunk_bytes_per_element,
+    chunks_in_flight,
+    pages,
+    workspace_bytes_per_element,
+    workspace_name,
+)
 from rollplex.passes.work import trained_parameters
 
 ALIGN = 64
 """Chunks begin at multiples of this many elements, so that vector kernels see the same lanes for any chunk size."""
 LAUNCH_US = 300
+Results = tuple[SolverResult, ...]
 
 
 @dataclass(frozen=True)
@@ -93,32 +96,36 @@ class Data:
 
 
 def gather(module: Module) -> Data:
-    """Read the data off the module's facts."""
+    """The data of the policy's update and of the suffix steps of all roles, from the module's facts."""
+    return _data(module, module.job.policy, module[Schedule].names(), module[Lifetimes].choices)
+
+
+def gather_update(module: Module, role: str, chosen: SizeChoice) -> Data:
+    """The data of another role's update: the suffix step is chosen, and no suffix workspace is alive meanwhile."""
+    return _data(module, role, module[Schedule].names("update", role=role), (chosen,))
+
+
+def _data(module: Module, role: str, windows: tuple[str, ...], choices: tuple[SizeChoice, ...]) -> Data:
     job, schedule, lifetimes, residency = module.job, module[Schedule], module[Lifetimes], module[Residency]
     scalable = {name for choice in lifetimes.choices for name in choice.nbytes}
-    update = schedule.names("update")[0]
-    at_host = [
-        o.nbytes for o in lifetimes.objects if o.name in _state(job) and residency.place(o.name, update) == "host"
-    ]
-    parameters = trained_parameters(job, job.policy)
+    chunked = {workspace_name(job, r) for r in schedule.trained}
+    (update,) = schedule.names("update", role=role)
+    state = [f"{role}.{name}" for name in ("master", "moments", "gradients")]
+    at_host = [o.nbytes for o in lifetimes.objects if o.name in state and residency.place(o.name, update) == "host"]
+    parameters = trained_parameters(job, role)
     return Data(
         parameters=parameters,
-        in_flight=chunks_in_flight(job) if at_host else 1,
-        element_bytes=workspace_bytes_per_element(job, bool(at_host)),
-        room={w: _room(module, w, scalable | {"optimizer.workspace"}) for w in schedule.names()},
-        choices=lifetimes.choices,
+        in_flight=chunks_in_flight(job, role) if at_host else 1,
+        element_bytes=workspace_bytes_per_element(job, role, bool(at_host)),
+        room={w: _room(module, w, scalable | chunked) for w in windows},
+        choices=choices,
         alive={name: lifetimes[name].alive(schedule.names()) for name in scalable},
         update_window=update,
         ps_per_element=round(Costs(job).link_s(sum(at_host)) * 1e12 / parameters),
         group=job.group,
         wanted=wanted_chunks(job, -(-parameters // ALIGN)),
-        held=module[HeldSizes].chunk_elements,
+        held=module[HeldSizes].chunk_elements if role == job.policy else None,
     )
-
-
-def _state(job: Job) -> tuple[str, ...]:
-    """What an update reads for each parameter beside the snapshot."""
-    return tuple(f"{job.policy}.{name}" for name in ("master", "moments", "gradients"))
 
 
 def _room(module: Module, window: str, scalable: set[str]) -> int:
@@ -253,33 +260,52 @@ FAMILIES: tuple[Family[Model], ...] = (
 
 
 def read(job: Job, model: Model, solution: Solution) -> Chunks:
-    """Sizes as a summary and as bytes of the scalable objects."""
+    """The policy's sizes as a summary and as bytes of the scalable objects."""
+    chosen = next(c for c in model.data.choices if solution.true(model.step[c.responses]))
+    optimizer = _optimizer(job, model, solution)
+    sizes = {**chosen.nbytes, workspace_name(job, job.policy): optimizer.workspace_bytes}
+    return Chunks(ChunkSummary(optimizer=optimizer, microbatch=_microbatch(chosen)), sizes, solution.results)
+
+
+def _optimizer(job: Job, model: Model, solution: Solution) -> OptimizerChunks:
     data = model.data
     elements = min(solution.value(model.units) * ALIGN, data.parameters)
     workspace = pages(min(data.in_flight * elements, data.parameters) * data.element_bytes, job.device.page_bytes)
-    chosen = next(c for c in data.choices if solution.true(model.step[c.responses]))
-    optimizer = OptimizerChunks(
+    return OptimizerChunks(
         count=-(-data.parameters // elements),
         elements=elements,
         bytes=elements * chunk_bytes_per_element(job),
         workspace_bytes=workspace,
     )
-    sizes = {**chosen.nbytes, "optimizer.workspace": workspace}
-    return Chunks(ChunkSummary(optimizer=optimizer, microbatch=_microbatch(chosen)), sizes, solution.results)
 
 
 def _microbatch(chosen: SizeChoice) -> Microbatches:
     return Microbatches(prefix_prompts=1, suffix_responses=chosen.responses, workspace_bytes=dict(chosen.nbytes))
 
 
-def whole_update(job: Job, smallest: SizeChoice) -> Chunks:
-    """One chunk over resident state: what the schedule without a chunked optimizer does."""
-    parameters = trained_parameters(job, job.policy)
-    optimizer = OptimizerChunks(
-        count=1, elements=parameters, bytes=parameters * chunk_bytes_per_element(job), workspace_bytes=0
+def with_update(job: Job, chunks: Chunks, role: str, optimizer: OptimizerChunks, results: Results = ()) -> Chunks:
+    """The sizes with those of another role's update, its objectives under its name."""
+    summary = chunks.summary.model_copy(update={"others": {**chunks.summary.others, role: optimizer}})
+    workspace = {workspace_name(job, role): optimizer.workspace_bytes} if optimizer.workspace_bytes else {}
+    own = tuple(
+        r.model_copy(update={"objective": f"{role} {r.objective}"}) for r in results if "suffix" not in r.objective
     )
-    summary = ChunkSummary(optimizer=optimizer, microbatch=_microbatch(smallest))
-    return Chunks(summary, dict(smallest.nbytes), ())
+    return Chunks(summary, {**chunks.nbytes, **workspace}, (*chunks.solvers, *own))
+
+
+def whole_update(job: Job, smallest: SizeChoice, others: tuple[str, ...]) -> Chunks:
+    """One chunk a role over resident state: what the schedule without a chunked optimizer does."""
+
+    def whole(role: str) -> OptimizerChunks:
+        parameters = trained_parameters(job, role)
+        nbytes = parameters * chunk_bytes_per_element(job)
+        return OptimizerChunks(count=1, elements=parameters, bytes=nbytes, workspace_bytes=0)
+
+    summary = ChunkSummary(optimizer=whole(job.policy), microbatch=_microbatch(smallest))
+    chunks = Chunks(summary, dict(smallest.nbytes), ())
+    for role in others:
+        chunks = with_update(job, chunks, role, whole(role))
+    return chunks
 
 
 @dataclass(frozen=True)
@@ -296,10 +322,19 @@ class ChunkSizesPass:
     def run(self, module: Module) -> Module:
         """Solve; see the module's docstring."""
         job, lifetimes = module.job, module[Lifetimes]
-        if "optimizer.workspace" not in lifetimes:
-            return module.put(whole_update(job, lifetimes.choices[0]))
-        model = constrain(Model(gather(module)), FAMILIES)
-        limits = job.solver
-        solution = minimise(model.cp, self.name, model.objectives(), seconds=limits.seconds, seed=limits.seed)
+        others = tuple(r for r in module[Schedule].trained if r != job.policy)
+        if workspace_name(job, job.policy) not in lifetimes:
+            return module.put(whole_update(job, lifetimes.choices[0], others))
+        model, solution = self._solve(job, gather(module))
+        chunks = read(job, model, solution)
+        chosen = next(c for c in lifetimes.choices if c.responses == chunks.summary.microbatch.suffix_responses)
+        for role in others:
+            model, solution = self._solve(job, gather_update(module, role, chosen))
+            chunks = with_update(job, chunks, role, _optimizer(job, model, solution), solution.results)
+        return module.put(chunks)
+
+    def _solve(self, job: Job, data: Data) -> tuple[Model, Solution]:
+        model = constrain(Model(data), FAMILIES)
+        solution = minimise(model.cp, self.name, model.objectives(), seconds=job.solver.seconds, seed=job.solver.seed)
         assert solution is not None, "over[w] makes every job solvable"
-        return module.put(read(job, model, solution))
+        return model, solution

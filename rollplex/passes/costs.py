@@ -74,8 +74,18 @@ class Costs:
         context = work.prompt_tokens + work.response_tokens / 2
         return prompts * forward_flops(work.spec, self._mean_tokens(work), context) / work.tp / self.flops_per_s
 
-    def train_s(self, work: Work, prompts: int) -> float:
+    def whole_s(self, work: Work, prompts: int) -> float:
+        """One forward over all responses of `prompts` prompts, each with its own prompt before it."""
+        return work.responses * self.prefix_s(work, prompts) + self.suffix_s(work, prompts)
+
+    def score_s(self, work: Work, prompts: int, whole: bool = False) -> float:
+        """The forward of a frozen role's scoring call."""
+        return self.whole_s(work, prompts) if whole else self.suffix_s(work, prompts)
+
+    def train_s(self, work: Work, prompts: int, whole: bool = False) -> float:
         """Suffix forward and backward, then prefix backward; layer recomputation adds a forward to each."""
+        if whole:
+            return self.whole_s(work, prompts) * (4 if work.recompute else 3)
         suffix = self.suffix_s(work, prompts) * (4 if work.recompute else 3)
         language = prompts * forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / work.tp
         prefix = (3 if work.recompute else 2) * language / self.flops_per_s

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.fx as fx
-
-from rollplex.ir import graph as g
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, Context
 
@@ -23,7 +20,8 @@ class RolloutProgram(Context):
     def steps(self) -> Iterator[Step]:
         """The rollout-rank program."""
         first, end, call = self.schedule.decode_windows[0], self.last_window["P1"], self.schedule.generate
-        yield Wait(window=first, event=self.prompts)
+        inputs = self.schedule.inputs[call.node]
+        yield from (Wait(window=first, event=name) for name in inputs)
         yield from self.enter("rollout", first)
         weights = (f"{self.policy}.snapshot", f"{self.policy}.case3", f"{self.policy}.vision")
         if self.second_copy:
@@ -31,7 +29,7 @@ class RolloutProgram(Context):
         yield Run(
             window=first, task="generate", node=call.node, role=call.role, reads=self.placed(first, "hbm", *weights),
             writes=self.placed(first, "hbm", "rollout.kv", "rollout.runtime"),
-            inputs=(self.prompts,), outputs=(call.node,),
+            inputs=inputs, outputs=(call.node,),
         )  # fmt: skip
         yield Signal(window=end, event=call.node, carries=(call.node,))
         yield Barrier(window=end, name=ROLLOUT_COMPLETE)
@@ -52,26 +50,15 @@ class ControllerProgram(Context):
         first, end = self.first, self.last_window["P1"]
         yield Run(window=first, task="load", node=self.prompts, outputs=(self.prompts,))
         yield Signal(window=first, event=self.prompts, carries=(self.prompts,))
+        yield from self._hosts(first, early=True)
         yield Wait(window=end, event=self.schedule.generate.node)
         yield Barrier(window=end, name=ROLLOUT_COMPLETE)
-        at = self.last_window["P2"]
-        for host in self.schedule.hosts:
-            yield Run(window=at, task="host", node=host, inputs=self._host_inputs(host), outputs=(host,))
-            yield Signal(window=at, event=host, carries=(host,))
-        yield Barrier(window=at, name=THETA_QUIET)
+        yield from self._hosts(self.last_window["P2"], early=False)
+        yield Barrier(window=self.last_window["P2"], name=THETA_QUIET)
         yield Barrier(window=self.last_window["P3"], name=PUBLISHED)
 
-    def _host_inputs(self, host: str) -> tuple[str, ...]:
-        """Values a host function's arguments are made of: prompts, the rollout, other host results."""
-        sources = {self.prompts, self.schedule.generate.node, *self.schedule.hosts}
-        found: list[str] = []
-
-        def walk(node: fx.Node) -> None:
-            for i in node.all_input_nodes:
-                if i.name not in sources:
-                    walk(i)
-                elif i.name not in found:
-                    found.append(i.name)
-
-        walk(g.node_named(self.module.graph, host))
-        return tuple(found)
+    def _hosts(self, window: str, early: bool) -> Iterator[Step]:
+        """Host functions: those that no response is needed for while the rollout engine decodes, the others behind."""
+        for host in (h for h in self.schedule.hosts if (h in self.schedule.early) is early):
+            yield Run(window=window, task="host", node=host, inputs=self.schedule.inputs[host], outputs=(host,))
+            yield Signal(window=window, event=host, carries=(host,))

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Step, UpdateChunk, Wait
 from rollplex.passes.chunk_sizes import Chunks
+from rollplex.passes.inventory import activations_name
 from rollplex.passes.layout import Layout
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, Context
 from rollplex.passes.schedule import Call, Window
 from rollplex.passes.state import Lifetimes
+from rollplex.passes.update_sizes import workspace_name
 from rollplex.passes.work import trained_parameters, trains_vision
 
 
@@ -33,8 +35,19 @@ class TrainProgram(Context):
     def _waits(self, window: Window) -> Iterator[Step]:
         if window.name == self.first:
             yield Wait(window=window.name, event=self.prompts)
-        if window.kind == "train":
-            yield from (Wait(window=window.name, event=host) for host in self.schedule.hosts)
+        for host in self.schedule.hosts:
+            if window.name == self.waited[host]:
+                yield Wait(window=window.name, event=host)
+
+    @property
+    def waited(self) -> dict[str, str]:
+        """The window at whose start each host function's result is waited for: the first that needs it."""
+        needing = {h: [w.name for w in self.schedule.windows if h in self._inputs(w)] for h in self.schedule.hosts}
+        return {h: (windows or [self.last_window["P2"]])[0] for h, windows in needing.items()}
+
+    def _inputs(self, window: Window) -> tuple[str, ...]:
+        """Values that the trainer's work of a window takes; decoding is the rollout engine's."""
+        return self.schedule.inputs[window.node] if window.kind in ("prefix", "score", "train") else ()
 
     def _window_end(self, window: Window) -> Iterator[Step]:
         name = window.name
@@ -51,9 +64,9 @@ class TrainProgram(Context):
     def _work(self, window: Window) -> Iterator[Step]:
         match window.kind:
             case "prefix":
-                yield from (self._prefix(window, m) for m in range(self.module.job.prompts_per_rank))
+                yield from (self._prefix(window, m) for m in self._groups(window))
             case "score":
-                yield from (self._suffix(window, m) for m in range(self.module.job.prompts_per_rank))
+                yield from (self._score(window, m) for m in self._groups(window))
             case "train":
                 yield from self._train_window(window)
             case "update":
@@ -63,13 +76,17 @@ class TrainProgram(Context):
             case "decode":
                 return
 
+    def _groups(self, window: Window) -> range:
+        """Prompt groups of a step that a rank of the window's role works on."""
+        return range(self.module.job.prompts_of(window.role))
+
     def _weights(self, window: Window) -> tuple[str, ...]:
         """Weights that a role's model reads in a window; a frozen tower may be the policy's own."""
-        frozen = window.role != self.policy
-        own = (f"{window.role}.weights",) if frozen else (f"{window.role}.snapshot",)
-        tower = self._tower(window.role)
-        if window.kind == "prefix" or (window.kind == "train" and trains_vision(self.module.job, window.role)):
-            own = (*own, tower)
+        call, role = self._call(window), window.role
+        own = (f"{role}.snapshot",) if call.trained else (f"{role}.weights",)
+        looks = window.kind == "prefix" or call.op == "whole"
+        if looks or (window.kind == "train" and trains_vision(self.module.job, role)):
+            own = (*own, self._tower(role))
         return self.placed(window.name, "hbm", *own)
 
     def _tower(self, role: str) -> str:
@@ -84,74 +101,83 @@ class TrainProgram(Context):
             reads=self._weights(window),
             writes=self.placed(at, "hbm", f"{role}.boundary", f"{role}.prefix_workspace", *saved),
             streams=self.placed(at, "host", *saved),
-            inputs=(self.prompts,),
+            inputs=self._inputs(window),
         )  # fmt: skip
 
     def _call(self, window: Window) -> Call:
         return next(c for c in self.schedule.calls if c.node == window.node)
 
-    def _suffix(self, window: Window, microbatch: int) -> Step:
-        role, at = window.role, window.name
+    def _score(self, window: Window, microbatch: int) -> Step:
+        """The suffix on its boundary, or the whole call."""
+        role, at, task = window.role, window.name, self._call(window).op
+        assert task in ("suffix", "whole")
         return Run(
-            window=at, task="suffix", node=window.node, role=role, microbatch=microbatch,
+            window=at, task=task, node=window.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *self.placed(at, "hbm", f"{role}.boundary")),
             writes=self.placed(at, "hbm", f"{role}.score_workspace"),
-            inputs=(self.prompts, self.schedule.generate.node), outputs=(window.node,),
+            inputs=self._inputs(window), outputs=(window.node,),
         )  # fmt: skip
 
     def _train_window(self, window: Window) -> Iterator[Step]:
         job, at, role = self.module.job, window.name, window.role
-        for m in range(job.prompts_per_rank):
+        for m in self._groups(window):
             yield self._train_step(window, m)
-            yield self._prefix_backward(window, m)
+            if self._call(window).op == "suffix":
+                yield self._prefix_backward(window, m)
         gradients = f"{role}.gradients"
         if job.data_parallel(role) > 1:
             nbytes = self.module[Lifetimes][gradients].nbytes
             yield Exchange(window=at, group="dp", op="all_reduce", object=gradients, nbytes=nbytes)
-        yield Run(window=at, task="grad_norm", node=self._update_node, role=role, reads=(gradients,), outputs=("norm",))
-
-    @property
-    def _update_node(self) -> str:
-        return next(c.node for c in self.schedule.calls if c.op == "update")
+        norm = "norm" if role == self.policy else f"{role}.norm"
+        update = self.schedule.call("update", role)
+        assert update is not None
+        yield Run(window=at, task="grad_norm", node=update.node, role=role, reads=(gradients,), outputs=(norm,))
 
     def _train_step(self, window: Window, microbatch: int) -> Step:
         role, at = window.role, window.name
-        scores = tuple(w.node for w in self.schedule.windows if w.kind == "score")
+        taken = any(window.node in self._inputs(w) for w in self.schedule.windows)
         return Run(
             window=at, task="train", node=window.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *self.placed(at, "hbm", f"{role}.boundary")),
-            writes=self.placed(at, "hbm", f"{role}.gradients", "train.activations"),
-            inputs=(self.prompts, self.schedule.generate.node, *scores, *self.schedule.hosts),
+            writes=self.placed(at, "hbm", f"{role}.gradients", self._activations(role)),
+            inputs=self._inputs(window), outputs=(window.node,) if taken else (),
         )  # fmt: skip
+
+    def _activations(self, role: str) -> str:
+        return activations_name(self.module.job, role)
 
     def _prefix_backward(self, window: Window, microbatch: int) -> Step:
         role, at = window.role, window.name
         saved = f"{role}.prefix_saved"
-        prefix = next(c for c in self.schedule.calls if c.op == "prefix" and c.role == role)
+        prefix = self.schedule.call("prefix", role)
+        assert prefix is not None
         # What was dropped is made again from the pixels, through a tower that may itself be frozen.
         dropped = self.place(saved, at) == "dropped" and not trains_vision(self.module.job, role)
         again = self.placed(at, "hbm", self._tower(role)) if dropped else ()
         return Run(
             window=at, task="prefix_backward", node=prefix.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *again, *self.placed(at, "hbm", f"{role}.boundary", saved)),
-            writes=self.placed(at, "hbm", f"{role}.gradients", "train.activations"),
-            streams=self.placed(at, "host", saved), inputs=(self.prompts,),
+            writes=self.placed(at, "hbm", f"{role}.gradients", self._activations(role)),
+            streams=self.placed(at, "host", saved), inputs=self.schedule.inputs[prefix.node],
         )  # fmt: skip
 
     def _update(self, window: Window) -> Iterator[Step]:
         job, role, at = self.module.job, window.role, window.name
-        chunks = self.module[Chunks].summary.optimizer
+        chunks = self.module[Chunks].summary.of(role)
         total = trained_parameters(job, role)
         state = (f"{role}.gradients", f"{role}.master", f"{role}.moments")
         tower = (f"{role}.vision",) if trains_vision(job, role) else ()
+        workspace = workspace_name(job, role)
         for index in range(chunks.count):
             start = index * chunks.elements
             yield UpdateChunk(
                 window=at, role=role, index=index, start=start, stop=min(start + chunks.elements, total),
                 reads=self.placed(at, "hbm", *state),
-                writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, "optimizer.workspace", *state[1:]),
+                writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, workspace, *state[1:]),
                 streams=self.placed(at, "host", *state),
             )  # fmt: skip
+        if role != self.policy:  # nobody else reads it: there is nothing to exchange or rebuild
+            yield Publish(window=at, object=f"{role}.snapshot")
 
     def _publish(self, window: Window) -> Iterator[Step]:
         at, snapshot = window.name, f"{window.role}.snapshot"

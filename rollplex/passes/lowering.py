@@ -33,7 +33,7 @@ class Context:
 
     @property
     def policy(self) -> str:
-        """The trained role."""
+        """The role that is trained and sampled from."""
         return self.module.job.policy
 
     @property

@@ -14,6 +14,7 @@ from rollplex.ir import graph as g
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.dsl import Algorithm
 from rollplex.ir.job import Job
+from rollplex.ir.job_schema import Role
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Plan
 from rollplex.ir.stopwatch import stage
@@ -23,6 +24,7 @@ from rollplex.passes.assemble import NEEDS, build_plan
 from rollplex.passes.base import Pass
 from rollplex.passes.chunk_sizes import ChunkSizesPass
 from rollplex.passes.estimate import EstimatePass
+from rollplex.passes.heads import with_heads
 from rollplex.passes.infer_types import InferTypes
 from rollplex.passes.installed import insert, installed_passes
 from rollplex.passes.layout import Layout, LayoutPass
@@ -79,9 +81,15 @@ def start(algorithm: Algorithm, job: Job) -> Module:
     params = dict(job.algorithm)
     if "n" in algorithm.parameters:
         params.setdefault("n", job.group)
-    roles: dict[str, RoleKind] = {name: "policy" if role.train else "frozen" for name, role in job.roles.items()}
     with stage("trace"):
-        return Module(algorithm.trace(params, roles), job, algorithm)
+        graph = algorithm.trace(params, {name: _kind(role) for name, role in job.roles.items()})
+    return Module(graph, with_heads(graph, job), algorithm)
+
+
+def _kind(role: Role) -> RoleKind:
+    if role.train is None:
+        return "frozen"
+    return "policy" if role.rollout else "critic"
 
 
 def run_passes(module: Module, passes: Sequence[Pass], on_pass: OnPass | None = None) -> Module:

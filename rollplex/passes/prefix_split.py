@@ -61,7 +61,7 @@ class _Splitting:
     def run(self) -> Graph:
         """The rewritten copy."""
         for node in self.source.nodes:
-            if g.is_op(node, ops.logprobs):
+            if g.is_op(node, *ops.MODEL_CALLS.values()):
                 self.twin[node] = self._call(node)
             elif g.is_op(node, ops.prefix):
                 self.twin[node] = self._written_prefix(node)
@@ -77,7 +77,8 @@ class _Splitting:
         if rollout not in self.late:
             return self._whole(node, "nothing of it depends on the response: all of it may run in P1", early=True)
         boundary = self._boundary(role, self.twin[prompts], node)
-        new = self._create(ops.suffix, (role, boundary, self.twin[rollout]), node.name, node.meta)
+        head = {} if g.head(node) == "logprobs" else {"head": g.head(node)}
+        new = self._create(ops.suffix, (role, boundary, self.twin[rollout]), node.name, node.meta, head)
         self.calls.append(SplitCall(node.name, role, boundary.name, new.name, f"{prompts.name} is known before decode"))
         return new
 
@@ -108,8 +109,10 @@ class _Splitting:
             self.calls.append(SplitCall(new.name, g.role(new), new.args[1].name, new.name, "written split"))  # type: ignore[union-attr]
         return new
 
-    def _create(self, fn: Any, args: tuple[Any, ...], name: str, meta: dict[str, Any]) -> Node:
-        new = self.graph.create_node("call_function", fn, args, {}, name=name)
+    def _create(
+        self, fn: Any, args: tuple[Any, ...], name: str, meta: dict[str, Any], kwargs: dict[str, Any] | None = None
+    ) -> Node:
+        new = self.graph.create_node("call_function", fn, args, kwargs or {}, name=name)
         new.meta = dict(meta)
         return new
 

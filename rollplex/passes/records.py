@@ -16,9 +16,9 @@ def graph_records(module: Module) -> tuple[NodeRecord, ...]:
     return tuple(to_records(module.graph, module[Schedule].phases))
 
 
-def loss_plan(module: Module) -> LossPlan:
-    """The policy's loss by prompt group."""
-    return split_loss(module.graph, module.job.policy)
+def loss_plans(module: Module) -> dict[str, LossPlan]:
+    """The loss of every trained role by prompt group, the policy's first."""
+    return {role: split_loss(module.graph, role) for role in reversed(module[Schedule].trained)}
 
 
 def host_names(module: Module) -> dict[str, str]:

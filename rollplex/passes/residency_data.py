@@ -94,7 +94,7 @@ def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes) -> Data:
 def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
     assert "dropped" not in o.options or o.recomputable, f"{o.name} may be dropped, but nothing makes it again"
     alive, costs = o.alive(windows), Costs(job)
-    remake = costs.prefix_s(role_work(job, o.role), job.prompts_per_rank) if o.recomputable else 0.0
+    remake = costs.prefix_s(role_work(job, o.role), job.prompts_of(o.role)) if o.recomputable else 0.0
     return Item(
         name=o.name,
         units=-(-o.nbytes // UNIT),

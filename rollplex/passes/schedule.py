@@ -8,6 +8,7 @@
 
 `||` are the barriers rollout-complete and theta-quiet; `published` ends the iteration. A window is the unit of
 lifetime analysis; the trainer runs one window after the other, the rollout engine runs through those of phase P1.
+Several trained roles follow each other: .. | P2 train-critic | P2 train-actor || P3 update-critic | P3 update | ..
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import networkx as nx
 import torch.fx as fx
 
 from rollplex.ir import graph as g
 from rollplex.ir import ops
-from rollplex.ir.errors import GraphError
 from rollplex.ir.module import Module
+from rollplex.passes.calls import Call, CallKind, check_calls, in_order, inputs_of, model_calls
 from rollplex.passes.prefix_split import Split
 
 OVERLAPPED = ("rollplex", "naive")
@@ -42,19 +42,12 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A model call of the split graph."""
-
-    node: str
-    role: str
-    op: str
-    trained: bool
-    boundary: str = ""
-
-
-@dataclass(frozen=True)
 class Schedule:
-    """Windows in the trainer's order, the calls behind them, and the host functions between."""
+    """Windows in the trainer's order, the calls behind them, and the host functions between.
+
+    `inputs` are the values made elsewhere that a call or a host function needs; `early` are the host functions that no
+    response is needed for.
+    """
 
     made_by: ClassVar[str] = "schedule"
     kind: str
@@ -62,16 +55,18 @@ class Schedule:
     calls: tuple[Call, ...]
     hosts: tuple[str, ...]
     phases: dict[str, str]
+    inputs: dict[str, tuple[str, ...]]
+    early: frozenset[str] = frozenset()
 
     @property
     def overlapped(self) -> bool:
         """Whether prefixes run beside decode."""
         return self.kind in OVERLAPPED
 
-    def names(self, *kinds: Kind, phase: str = "") -> tuple[str, ...]:
-        """Names of the windows of these kinds (all kinds if none is given) and phase, in order."""
+    def names(self, *kinds: Kind, phase: str = "", role: str = "") -> tuple[str, ...]:
+        """Names of the windows of these kinds (all kinds if none is given), phase and role, in order."""
         found = (w for w in self.windows if (not kinds or w.kind in kinds) and phase in ("", w.phase))
-        return tuple(w.name for w in found)
+        return tuple(w.name for w in found if role in ("", w.role))
 
     @property
     def decode_windows(self) -> tuple[str, ...]:
@@ -83,7 +78,12 @@ class Schedule:
         """The call that samples responses."""
         return next(c for c in self.calls if c.op == "generate")
 
-    def call(self, op: str, role: str) -> Call | None:
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Roles in the order of their updates; the policy's is the last."""
+        return tuple(w.role for w in self.windows if w.kind == "update")
+
+    def call(self, op: CallKind, role: str) -> Call | None:
         """The role's call of this kind, if it has one."""
         return next((c for c in self.calls if c.op == op and c.role == role), None)
 
@@ -91,80 +91,56 @@ class Schedule:
         return "\n".join(f"{w.name:<24} {w.node}" for w in self.windows)
 
 
-def model_calls(graph: fx.Graph) -> list[Call]:
-    """Model calls of a split graph in an order that keeps its dependences (networkx; ties by the program's order)."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    dag = nx.DiGraph((i, n) for n in graph.nodes for i in n.all_input_nodes)
-    dag.add_nodes_from(graph.nodes)
-    nodes = nx.lexicographical_topological_sort(dag, key=order.__getitem__)
-    updated = g.updates(graph)
-    return [_call(n, set(updated)) for n in nodes if g.is_model_call(n) or n in updated.values()]
+def windows_of(calls: list[Call], ordered: list[Call], kind: str) -> list[Window]:
+    """The windows of a schedule; `ordered` are the scoring and training calls, frozen roles first where they may be.
 
-
-def _call(node: fx.Node, trained: set[str]) -> Call:
-    op, role = g.op_name(node).removeprefix("rx."), g.role(node) or ""
-    boundary = next((i.name for i in node.all_input_nodes if g.is_op(i, ops.prefix)), "")
-    if op not in ("generate", "prefix", "suffix", "update"):
-        raise GraphError(
-            f"`{node.name}` stays whole: all or none of it depends on the response, and no schedule runs it yet",
-            where=g.loc(node),
-            hint="score responses of `generate` against prompts that do not depend on them",
-        )
-    return Call(node.name, role, op, role in trained, boundary)
-
-
-def windows_of(calls: list[Call], kind: str) -> list[Window]:
-    """The windows of a schedule; frozen roles come before trained ones, so that their weights leave early."""
+    Prefixes of frozen roles come before those of trained ones, so that their weights leave early.
+    """
     prefixes = sorted((c for c in calls if c.op == "prefix"), key=lambda c: c.trained)
-    suffixes = sorted((c for c in calls if c.op == "suffix"), key=lambda c: c.trained)
     decode = Window("P1 decode", "P1", "decode", next(c.node for c in calls if c.op == "generate"), "")
-    overlapped = kind in OVERLAPPED
-    windows = [_prefix(c, "P1") for c in prefixes if overlapped]
-    windows.append(decode)
-    for call in suffixes:
-        if not overlapped:
-            windows += [_prefix(p, "P2") for p in prefixes if p.node == call.boundary]
-        windows.append(_suffix(call))
-    for call in (c for c in calls if c.op == "update"):
-        windows.append(Window("P3 update", "P3", "update", call.node, call.role))
-        windows.append(Window("P3 publish", "P3", "publish", call.node, call.role))
-    return windows
+    if kind not in OVERLAPPED:
+        behind = [w for c in ordered for w in _with_prefix(c, prefixes)]
+        return [decode, *behind, *_updates(calls)]
+    early = [c for c in ordered if _in_p1(c)]
+    first = [*(_prefix(c, "P1") for c in prefixes), *(_work(c, "P1") for c in early)]
+    return [*first, decode, *(_work(c, "P2") for c in ordered if c not in early), *_updates(calls)]
+
+
+def _in_p1(call: Call) -> bool:
+    """A frozen role's call that no response is needed for; a trained role's waits for its loss."""
+    return call.op == "whole" and call.early and not call.trained
+
+
+def _with_prefix(call: Call, prefixes: list[Call]) -> list[Window]:
+    return [*(_prefix(p, "P2") for p in prefixes if p.node == call.boundary), _work(call, "P2")]
 
 
 def _prefix(call: Call, phase: Phase) -> Window:
     return Window(f"{phase} prefix-{call.role}", phase, "prefix", call.node, call.role)
 
 
-def _suffix(call: Call) -> Window:
+def _work(call: Call, phase: Phase) -> Window:
     kind: Kind = "train" if call.trained else "score"
-    return Window(f"P2 {kind}-{call.role}", "P2", kind, call.node, call.role)
+    return Window(f"{phase} {kind}-{call.role}", phase, kind, call.node, call.role)
 
 
-def phases_of(graph: fx.Graph, windows: list[Window]) -> dict[str, str]:
-    """Phase of every node: of its window, else P2 (loss maths), with the update in P3 and the inputs in P1."""
+def _updates(calls: list[Call]) -> list[Window]:
+    """Roles that nobody samples from first: the policy's update goes on into its publication."""
+    policy = next(c.role for c in calls if c.op == "generate")
+    updates = [c for c in calls if c.op == "update"]
+    windows = [Window(f"P3 update-{c.role}", "P3", "update", c.node, c.role) for c in updates if c.role != policy]
+    for call in (c for c in updates if c.role == policy):
+        windows.append(Window("P3 update", "P3", "update", call.node, policy))
+        windows.append(Window("P3 publish", "P3", "publish", call.node, policy))
+    return windows
+
+
+def phases_of(graph: fx.Graph, windows: list[Window], early: frozenset[str]) -> dict[str, str]:
+    """Phase of every node: of its window, else P2 (loss maths); inputs and early host functions in P1."""
     phases = {n.name: "P2" for n in graph.nodes}
-    phases |= {n.name: "P1" for n in graph.nodes if n.op == "placeholder"}
+    phases |= {n.name: "P1" for n in graph.nodes if n.op == "placeholder" or n.name in early}
     phases |= {w.node: w.phase for w in windows}
     return phases
-
-
-def check_calls(graph: fx.Graph, calls: list[Call]) -> None:
-    """One rollout, one trained role, one prefix and one suffix a role: what the runtime can order today."""
-    by_name = {n.name: n for n in graph.nodes}
-    for op in ("generate", "update"):
-        found = [c for c in calls if c.op == op]
-        if len(found) != 1:
-            where = g.loc(by_name[found[1].node]) if found else ""
-            raise GraphError(f"an iteration has exactly one `{op}`, this one has {len(found)}", where=where)
-    seen: set[tuple[str, str]] = set()
-    for call in calls:
-        if (call.op, call.role) in seen:
-            raise GraphError(
-                f"`{call.role}` has a second `{call.op}` call",
-                where=g.loc(by_name[call.node]),
-                hint="score each role once a step",
-            )
-        seen.add((call.op, call.role))
 
 
 @dataclass(frozen=True)
@@ -180,9 +156,20 @@ class SchedulePass:
 
     def run(self, module: Module) -> Module:
         """Order the calls; see the module's docstring."""
-        calls = model_calls(module.graph)
-        check_calls(module.graph, calls)
-        windows = windows_of(calls, module.job.schedule)
-        hosts = tuple(n.name for n in g.find(module.graph, ops.host))
-        phases = phases_of(module.graph, windows)
-        return module.put(Schedule(module.job.schedule, tuple(windows), tuple(calls), hosts, phases))
+        graph, job = module.graph, module.job
+        calls = model_calls(graph)
+        check_calls(graph, calls, job.trained)
+        windows = windows_of(calls, in_order(graph, calls), job.schedule)
+        late, hosts = g.response_dependent(graph), g.find(graph, ops.host)
+        early = frozenset(n.name for n in hosts if n not in late)
+        return module.put(
+            Schedule(
+                kind=job.schedule,
+                windows=tuple(windows),
+                calls=tuple(calls),
+                hosts=tuple(n.name for n in hosts),
+                phases=phases_of(graph, windows, early),
+                inputs=inputs_of(graph, calls),
+                early=early,
+            )
+        )

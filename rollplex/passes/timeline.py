@@ -31,8 +31,8 @@ class Timeline:
 def window_seconds(job: Job, schedule: Schedule) -> Timeline:
     """The timeline of a job under a schedule."""
     windows, overlapped = schedule.windows, schedule.overlapped
-    decode = _decode_s(job)
-    compute = {w.name: decode if w.kind == "decode" else _window_s(job, w) for w in windows}
+    decode, whole = _decode_s(job), {c.node for c in schedule.calls if c.op == "whole"}
+    compute = {w.name: decode if w.kind == "decode" else _window_s(job, w, w.node in whole) for w in windows}
     prefix = sum(compute[w.name] for w in windows if w.kind == "prefix")
     interference = min(decode, prefix) * INTERFERENCE_SHARE * _share(job) if overlapped else 0.0
     post = sum(s for w, s in zip(windows, compute.values(), strict=True) if w.kind not in ("prefix", "decode"))
@@ -55,16 +55,16 @@ def _decode_s(job: Job) -> float:
     return Costs(job).decode_s(weights, job.rollout_tp, job.prompts_per_engine)
 
 
-def _window_s(job: Job, window: Window) -> float:
-    costs, work, prompts = Costs(job), role_work(job, window.role), job.prompts_per_rank
-    parameters = trained_parameters(job, job.policy)
+def _window_s(job: Job, window: Window, whole: bool) -> float:
+    costs, work, prompts = Costs(job), role_work(job, window.role), job.prompts_of(window.role)
+    parameters = trained_parameters(job, window.role) if window.kind in ("update", "publish") else 0
     match window.kind:
         case "prefix":
             return costs.prefix_s(work, prompts)
         case "score":
-            return costs.suffix_s(work, prompts)
+            return costs.score_s(work, prompts, whole)
         case "train":
-            return costs.train_s(work, prompts)
+            return costs.train_s(work, prompts, whole)
         case "update":
             return costs.adam_s(parameters)
         case _:

@@ -13,9 +13,9 @@ from rollplex.ir.sizes import gib_to_nbytes
 MIB = 2**20
 
 
-def patches(job: Job) -> int:
+def patches(job: Job, role: str) -> int:
     """Vision patches of one prompt at most: the processor's bound where the job states it, else all tokens."""
-    vision, load = job.spec.vision, job.workload
+    vision, load = job.spec_of(role).vision, job.workload
     if vision is None:
         return 0
     tokens = load.prompt_tokens
@@ -26,18 +26,18 @@ def patches(job: Job) -> int:
 
 def role_work(job: Job, role: str) -> Work:
     """The work of a trained or scoring role, all responses of a group at once."""
-    engine = job.trainer(role)
+    engine, spec = job.trainer(role), job.spec_of(role)
     return Work(
-        spec=job.spec,
+        spec=spec,
         tp=engine.tensor_parallel,
         itemsize=job.itemsize,
         sequence_parallel=engine.sequence_parallel,
         recompute=job.roles[role].recompute == "full",
         prompt_tokens=job.workload.prompt_tokens,
-        patches=patches(job),
+        patches=patches(job, role),
         responses=job.group,
         response_tokens=job.workload.response_tokens,
-        vision_grad=job.spec.vision is not None and trains_vision(job, role),
+        vision_grad=spec.vision is not None and trains_vision(job, role),
     )
 
 
@@ -56,7 +56,8 @@ def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
         found = [("tp", job.rollout_tp), *apart]
     else:
         found = [("tp", job.trainer(role).tensor_parallel) for role in job.roles]
-        found += [("dp", job.data_parallel(job.policy)), ("q", job.q if shared else 1), *apart]
+        found += [("dp", job.data_parallel(role)) for role in job.trained]
+        found += [("q", job.q if shared else 1), *apart]
     return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
 
 
@@ -73,13 +74,20 @@ def one_response(work: Work, responses: int = 1) -> Work:
     return replace(work, responses=responses)
 
 
+def whole_call(work: Work) -> Work:
+    """The work of a call that is not split: every response is run with its prompt before it."""
+    return replace(work, response_tokens=work.prompt_tokens + work.response_tokens)
+
+
 def trained_parameters(job: Job, role: str) -> int:
     """Parameters a training rank updates."""
     tp, frozen = job.trainer(role).tensor_parallel, job.roles[role].freeze
     parts: tuple[Part, ...] = ("language", "vision")
-    return sum(job.spec.rank_parameters(tp, part) for part in parts if part not in frozen)
+    return sum(job.spec_of(role).rank_parameters(tp, part) for part in parts if part not in frozen)
 
 
-def shared_tower(job: Job) -> bool:
-    """A frozen tower is the same for policy and reference: one copy serves all engines of a GPU."""
-    return job.spec.vision is not None and not trains_vision(job, job.policy)
+def shares_tower(job: Job, role: str) -> bool:
+    """Whether a role sees through the policy's frozen tower: of the same weights, and neither is trained."""
+    if job.spec.vision is None or trains_vision(job, job.policy) or role == job.policy:
+        return False
+    return job.roles[role].model is None and not trains_vision(job, role)

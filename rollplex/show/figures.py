@@ -53,9 +53,7 @@ def solver_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     names = max((len(s.name) for s in plan.summary.solvers), default=0)
     for name, results in groupby(plan.summary.solvers, key=lambda s: s.name):
         found = list(results)
-        told = [
-            s for s in found if s.value or not s.objective.startswith("bytes over")
-        ]  # the verdict says that it fits
+        told = [s for s in found if s.value or "bytes over" not in s.objective]  # the verdict says that it fits
         status = "optimal" if all(s.status == "optimal" for s in found) else "feasible"
         head = f"{name:<{names}}  {status:<8}  "
         rows = joined([_objective(s) for s in told], width - LABEL - len(head), "   ")

@@ -21,8 +21,7 @@ class StepLoss:
     """Collects detached scores [1, group, response] by group; evaluates and backpropagates the loss of each group."""
 
     def __init__(self, plan: Plan) -> None:
-        assert plan.loss is not None, "a plan that runs has a loss"
-        self._plan = plan.loss
+        (self._plan,) = plan.losses.values()  # a plan for this backend trains one role
         self.prompts = next(record.name for record in plan.graph if record.op == "input")
         self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
         self.total = 0.0

@@ -114,7 +114,7 @@ def backward_bytes(work: Work, context: int) -> int:
 def head_bytes(work: Work) -> int:
     """Logits and their copies, a token, with the gathered hidden state and its gradient."""
     s, i = work.spec, work.itemsize
-    logits = s.vocab * (LOGIT_COPIES * i + LOGIT_FP32_COPIES * 4) // work.tp
+    logits = s.outputs * (LOGIT_COPIES * i + LOGIT_FP32_COPIES * 4) // work.tp
     return logits + 2 * s.hidden * i + _hidden(work, 2)
 
 

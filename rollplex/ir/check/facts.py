@@ -28,7 +28,7 @@ TOWER = ".vision"
 """How the names of vision towers end."""
 TIMELINE = "train"
 """The program whose steps say which window it is."""
-BY_GROUP = ("prefix", "suffix", "train", "prefix_backward")
+BY_GROUP = ("prefix", "suffix", "whole", "train", "prefix_backward")
 """Tasks whose microbatch is a prompt group, and so a slot of slotted objects."""
 
 
@@ -137,6 +137,21 @@ class Facts:
     def boundaries(self) -> dict[str, PlannedObject]:
         """What each role's suffix needs of its prefix."""
         return {o.role: o for o in self.objects.values() if o.class_ == "boundary"}
+
+    def group_count(self, role: str) -> int:
+        """Prompt groups of a rank: the slots of the role's boundary, or those of its share of the step's prompts."""
+        if role in self.boundaries:
+            return self.boundaries[role].slots
+        match self.plan.job:
+            case {"workload": {"prompts": int(prompts)}}:
+                return prompts // max(1, self.plan.processes[TIMELINE].copies(role))
+            case _:
+                return 0
+
+    @cached_property
+    def makers(self) -> dict[str, str]:
+        """The role whose task makes each value that is there group by group."""
+        return {name: s.role for _, s in self.runs("suffix", "whole", "train") for name in s.outputs}
 
     @cached_property
     def saved(self) -> dict[str, PlannedObject]:

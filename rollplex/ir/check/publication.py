@@ -149,6 +149,9 @@ def ranks(facts: Facts) -> Iterator[Violation]:
         if kind.ranks != kind.tensor_parallel * kind.data_parallel:
             what = f"{kind.ranks} ranks are not TP {kind.tensor_parallel} x DP {kind.data_parallel}"
             yield Violation("layout", what, where=name)
+        for role, copies in kind.role_data_parallel.items():
+            if copies < 1 or kind.ranks % copies:
+                yield Violation("layout", f"{kind.ranks} ranks do not hold {copies} copies of {role}", where=name)
 
 
 BY_ROLE: tuple[Callable[[Update], Iterator[Violation]], ...] = (exchange, rebuilds, publish)

@@ -2,6 +2,7 @@
 
     task       load    generate     host     prefix, prefix_backward   suffix, train   grad_norm
     node       input   rx.generate  rx.host  rx.prefix                 rx.suffix       rx.update
+`whole`, and `train` of a role without a prefix, execute a call that is not split: rx.logprobs, rx.values, rx.score.
 What a task leaves out of its lists escapes every other check, so the lists are held to what its role must use.
 """
 
@@ -15,15 +16,17 @@ from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import NodeRecord
 from rollplex.ir.steps import Run, Task
 
-OPS: dict[Task, str] = {
-    "load": "input",
-    "generate": "rx.generate",
-    "host": "rx.host",
-    "prefix": "rx.prefix",
-    "prefix_backward": "rx.prefix",
-    "suffix": "rx.suffix",
-    "train": "rx.suffix",
-    "grad_norm": "rx.update",
+WHOLE = ("rx.logprobs", "rx.values", "rx.score")
+OPS: dict[Task, tuple[str, ...]] = {
+    "load": ("input",),
+    "generate": ("rx.generate",),
+    "host": ("rx.host",),
+    "prefix": ("rx.prefix",),
+    "prefix_backward": ("rx.prefix",),
+    "suffix": ("rx.suffix",),
+    "whole": WHOLE,
+    "train": ("rx.suffix", *WHOLE),
+    "grad_norm": ("rx.update",),
 }
 MAKERS = ("load", "generate", "host")
 
@@ -33,14 +36,14 @@ def nodes(facts: Facts) -> Iterator[Violation]:
     graph = {r.name: r for r in facts.plan.graph}
     for at, step in facts.runs(*OPS):
         if not _executes(step, graph.get(step.node)):
-            yield Violation("node", f"%{step.node} is no {OPS[step.task]} of {step.role or 'the graph'}", at)
+            yield Violation("node", f"%{step.node} is no {OPS[step.task][0]} of {step.role or 'the graph'}", at)
     for record in facts.plan.graph:
         if record.op == "rx.host" and record.name not in facts.plan.hosts:
             yield Violation("node", f"no parameter of the algorithm is bound to host function %{record.name}")
 
 
 def _executes(step: Run, record: NodeRecord | None) -> bool:
-    if record is None or record.op != OPS[step.task]:
+    if record is None or record.op not in OPS[step.task]:
         return False
     return step.task in ("load", "host") or record.args[:1] == (step.role,)
 

@@ -104,7 +104,7 @@ def state_itemsize(facts: Facts) -> int:
 
 def sizes(u: Update) -> Iterator[Violation]:
     """As many chunks as planned, all of the planned size but the last."""
-    planned = u.facts.plan.summary.chunks.optimizer
+    planned = u.facts.plan.summary.chunks.of(u.role)
     if len(u.chunks) != planned.count:
         yield Violation("chunk-size", f"{len(u.chunks)} chunks, {planned.count} are planned", where=u.role)
     for i, (at, chunk) in enumerate(u.chunks):
@@ -153,7 +153,7 @@ def gradients(u: Update) -> Iterator[Violation]:
 
 def _reduced(u: Update, backward: At, norm: At) -> Iterator[Violation]:
     kind = u.facts.plan.processes[u.process]
-    for name in u.facts.gradients(u.role) if kind.data_parallel > 1 else ():
+    for name in u.facts.gradients(u.role) if kind.copies(u.role) > 1 else ():
         found = [a for a in u.facts.steps(u.process) if isinstance(a.step, Exchange) and a.step.object == name]
         inside = [a for a in found if _reduces(a.step) and backward.index < a.index < norm.index]
         if len(inside) != 1 or len(found) != 1:
@@ -172,6 +172,12 @@ def check_update(facts: Facts) -> Iterator[Violation]:
     """Everything that is wrong with the chunks of each role; without any update there is nothing to train."""
     if not facts.trained:
         yield Violation("publish", "no role is updated")
+    asked = [str(r.args[0]) for r in facts.plan.graph if r.op == "rx.update" and r.args]
+    for role in sorted(set(asked) ^ set(facts.trained)):
+        what = (
+            "the graph updates it, and no chunk does" if role in asked else "chunks update it, and the graph does not"
+        )
+        yield Violation("chunk-cover", f"{role}: {what}", where=role)
     for update in updates(facts):
         for check in CHECKS:
             yield from check(update)

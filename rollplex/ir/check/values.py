@@ -69,10 +69,17 @@ def _run(facts: Facts, values: _Values, at: At, step: Run) -> Iterator[Violation
 
 
 def _groups(facts: Facts, step: Run, name: str, microbatch: int) -> set[int]:
-    """The groups whose value a task needs: its own, or all where the loss mixes them (LossPlan.wide_inputs)."""
-    loss, boundary = facts.plan.loss, facts.boundaries.get(step.role)
+    """The groups whose value a task needs: its own, or all that its maker works on.
+
+    All where the loss mixes them (LossPlan.wide_inputs), or where the prompts of the maker's role are spread over the
+    ranks in another way.
+    """
+    loss, maker = facts.plan.losses.get(step.role), facts.makers.get(name)
     wide = loss is not None and step.task == "train" and name in loss.wide_inputs
-    return set(range(boundary.slots)) if wide and boundary else {microbatch}
+    if maker is None:
+        return {microbatch}
+    made = facts.group_count(maker)
+    return set(range(made)) if wide or made != facts.group_count(step.role) else {microbatch}
 
 
 # ---- what the graph says a task needs
@@ -80,25 +87,25 @@ def _groups(facts: Facts, step: Run, name: str, microbatch: int) -> set[int]:
 
 def check_inputs(facts: Facts) -> Iterator[Violation]:
     """A task lists every value that its graph node is made of and that another task makes (design.md section 4)."""
-    makers = {s.node for _, s in facts.runs("load", "generate", "host", "suffix")}
+    makers = {s.node for _, s in facts.runs("load", "generate", "host", "suffix", "whole", "train")}
     args = {r.name: set(references([r.args, r.kwargs])) for r in facts.plan.graph}
     losses = {s.role: s.node for _, s in facts.runs("grad_norm")}
-    known: dict[str, set[str]] = {}
-    for at, step in facts.runs("generate", "host", "prefix", "suffix", "train", "prefix_backward"):
+    known: dict[tuple[str, str], set[str]] = {}
+    for at, step in facts.runs("generate", "host", "prefix", "suffix", "whole", "train", "prefix_backward"):
         node = losses.get(step.role, step.node) if step.task == "train" else step.node
-        if node not in known:
-            known[node] = _makers_behind(node, args, makers)
-        for name in sorted(known[node] - set(step.inputs)):
+        if (node, step.node) not in known:
+            known[node, step.node] = _makers_behind(node, args, makers, step.node)
+        for name in sorted(known[node, step.node] - set(step.inputs)):
             yield Violation("missing-input", f"%{node} is made of %{name}, which is not among its inputs", at)
 
 
-def _makers_behind(node: str, args: dict[str, set[str]], makers: set[str]) -> set[str]:
-    """The nearest nodes behind `node` that tasks of their own make."""
+def _makers_behind(node: str, args: dict[str, set[str]], makers: set[str], own: str) -> set[str]:
+    """The nearest nodes behind `node` that other tasks make; a train task makes its own forward itself."""
     found: set[str] = set()
     todo, seen = list(args.get(node, ())), set[str]()
     while todo:
         name = todo.pop()
-        if name in makers:
+        if name in makers and name != own:
             found.add(name)
         elif name not in seen:
             seen.add(name)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from rollplex.ir.check.facts import Facts, reads
 from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.check.tasks import WHOLE
 from rollplex.ir.steps import Run
 
 CHAINS = (("prefix", "suffix"), ("prefix", "train"), ("train", "prefix_backward"))
@@ -17,10 +18,12 @@ CHAINS = (("prefix", "suffix"), ("prefix", "train"), ("train", "prefix_backward"
 
 
 def roles(facts: Facts) -> dict[str, tuple[str, ...]]:
-    """The tasks that each role must go through: a trained role backward too, a role without a boundary none of them."""
+    """The tasks that each role must go through: a trained role backward too; a call that is not split has one task."""
     found: dict[str, tuple[str, ...]] = {}
     for role in facts.boundaries:
         found[role] = ("prefix", "train", "prefix_backward") if role in facts.trained else ("prefix", "suffix")
+    for role in (str(r.args[0]) for r in facts.plan.graph if r.op in WHOLE and r.args):
+        found[role] = ("train",) if role in facts.trained else ("whole",)
     return found
 
 
@@ -30,7 +33,7 @@ def microbatches(facts: Facts) -> Iterator[Violation]:
     tasks_of = roles(facts)
     for role, tasks in tasks_of.items():
         for task in tasks:
-            for m in range(facts.boundaries[role].slots):
+            for m in range(facts.group_count(role)):
                 if (times := done[role, task, m]) != 1:
                     yield Violation("microbatch", f"{task} of {role} runs {times} times for group {m}", where=role)
     for at, step in facts.groups:
@@ -41,10 +44,10 @@ def microbatches(facts: Facts) -> Iterator[Violation]:
 def slots(facts: Facts) -> Iterator[Violation]:
     """Boundary and saved state have a slot for every group; a task works on one of them."""
     for at, step in facts.groups:
-        boundary = facts.boundaries.get(step.role)
-        if boundary is not None and not 0 <= step.microbatch < boundary.slots:
-            what = f"group {step.microbatch}, where {boundary.name} has {boundary.slots} slots"
-            yield Violation("slot", what, at, boundary.name)
+        boundary, groups = facts.boundaries.get(step.role), facts.group_count(step.role)
+        if not 0 <= step.microbatch < groups:
+            name = boundary.name if boundary else step.role
+            yield Violation("slot", f"group {step.microbatch}, where {name} has {groups} slots", at, name)
     for o in facts.objects.values():
         boundary = facts.boundaries.get(o.role)
         whole = () if o in (boundary, facts.saved.get(o.role)) else (1,)

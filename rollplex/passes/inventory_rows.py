@@ -1,0 +1,78 @@
+"""What the rows of an inventory share: the job under its schedule, the switches, the windows of a role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollplex.backends.facts import EngineFacts, load_facts
+from rollplex.ir.job import Job
+from rollplex.passes.schedule import Kind, Schedule
+from rollplex.passes.state import Use
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The questions that objects are made from."""
+
+    job: Job
+    schedule: Schedule
+    case3_bytes: int
+    held_elements: int | None = None
+
+    # ---- switches
+
+    @property
+    def naive(self) -> bool:
+        """Overlap with nothing released, shared, streamed or recomputed (paper section 2.4.1)."""
+        return self.schedule.kind == "naive"
+
+    def off(self, mechanism: str) -> bool:
+        """Whether a mechanism of section 3 is switched off."""
+        return self.naive or mechanism in self.job.ablate
+
+    @property
+    def apart(self) -> bool:
+        """Whether rollout has GPUs of its own."""
+        return self.schedule.kind == "disaggregated"
+
+    @property
+    def shared(self) -> bool:
+        """Whether both engines read one copy of the policy's weights."""
+        return not (self.apart or self.off("weight_sharing"))
+
+    # ---- helpers
+
+    def uses(self, windows: Iterable[str], how: Use = "hbm") -> dict[str, Use]:
+        """These windows as uses of one kind, in the schedule's order."""
+        return {w.name: how for w in self.schedule.windows if w.name in set(windows)}
+
+    def role_windows(self, role: str, *kinds: Kind) -> tuple[str, ...]:
+        """The role's windows of these kinds."""
+        return tuple(w.name for w in self.schedule.windows if w.role == role and w.kind in kinds)
+
+    def facts(self, role: str) -> EngineFacts:
+        """The facts of the engine that trains or scores a role."""
+        return load_facts(self.job.trainer(role).engine)
+
+    def frozen(self) -> list[str]:
+        """Roles that score and are not trained."""
+        return sorted({c.role for c in self.schedule.calls if c.op in ("prefix", "suffix", "whole") and not c.trained})
+
+    def trained(self) -> tuple[str, ...]:
+        """Roles that are updated, the policy first."""
+        return tuple(r for r in self.job.trained if self.schedule.call("update", r))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of weights as titles have it."""
+        return "BF16" if self.job.model.dtype == "bfloat16" else self.job.model.dtype
+
+    def language_bytes(self, role: str) -> int:
+        """Language weights of a role on one rank of its training or scoring engine."""
+        tp = self.job.trainer(role).tensor_parallel
+        return self.job.spec_of(role).rank_parameters(tp, "language") * self.job.itemsize
+
+    def whole(self, role: str) -> bool:
+        """Whether the role's call is not split into prefix and suffix."""
+        return self.schedule.call("whole", role) is not None

@@ -1,0 +1,120 @@
+"""Weights and processes: what is there before any work of an iteration, and which windows read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollplex.ir.plan import Residency
+from rollplex.passes.inventory_rows import Rows
+from rollplex.passes.state import StateObject
+from rollplex.passes.work import (
+    communicators,
+    process_bytes,
+    shares_tower,
+    trains_vision,
+)
+
+
+@dataclass(frozen=True)
+class WeightRows(Rows):
+    """Makes the objects that hold weights."""
+
+    # ---- processes
+
+    def _contexts(self) -> Iterator[StateObject]:
+        """What each process takes of its GPU before it allocates anything: no plan moves or releases it."""
+        for process, title in (("train", "training"), ("rollout", "rollout")):
+            groups = communicators(self.job, process, shared=self.shared)
+            over = f", NCCL over {', '.join(groups)}" if groups else ""
+            yield StateObject(
+                f"{process}.context", f"{title} CUDA context{', NCCL' if groups else ''}", "permanent", "",
+                process_bytes(self.job, groups), {}, process=process, always=True,
+                why=f"of the process itself: CUDA context{over}",
+            )  # fmt: skip
+
+    # ---- weights of the policy
+
+    def _weights(self) -> Iterator[StateObject]:
+        job, role = self.job, self.job.policy
+        shared = self.shared
+        decode = self.schedule.decode_windows if shared else ()
+        reading = (*decode, *self.role_windows(role, "prefix", "train", "update", "publish"))
+        tp, dtype = job.rollout_tp if shared else job.train_tp, self.dtype
+        readers = ("rollout",) if shared else ()
+        yield StateObject(
+            f"{role}.snapshot", f"{role} {dtype} {'snapshot' if shared else 'weights'}", "regenerable", role,
+            job.spec.rank_parameters(tp, "language") * job.itemsize, self.uses(reading),
+            readers=readers, always=True,
+            why=f"{'one copy for both engines, ' if shared else ''}rewritten chunk by chunk in P3",
+        )  # fmt: skip
+        vision = job.spec.vision_parameters * job.itemsize
+        yield StateObject(
+            f"{role}.vision", f"{role} vision tower", "regenerable", role, vision,
+            self.uses((*decode, *self._seeing())),
+            readers=readers, always=True, why="replicated on every rank",
+        )  # fmt: skip
+        if shared:
+            yield StateObject(
+                f"{role}.case3", f"{role} case-3 buffer", "regenerable", role, self.case3_bytes,
+                self.uses((*self.schedule.decode_windows, *self.role_windows(role, "publish"))),
+                readers=readers, always=True, why="tensors whose row order the engines cannot share",
+            )  # fmt: skip
+            return
+        copy = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
+        for name, nbytes in (("weights", copy), ("vision", vision)):
+            sent = name == "weights" or trains_vision(job, role)
+            yield StateObject(
+                f"rollout.{name}", f"rollout {dtype} weights" if name == "weights" else "rollout vision tower",
+                "regenerable", role, nbytes,
+                self.uses((*self.schedule.decode_windows, *(self.role_windows(role, "publish") if sent else ()))),
+                process="rollout", always=True,
+                why="the rollout pool's own copy" if self.apart else "a second copy: weight sharing is off",
+            )  # fmt: skip
+
+    def _seeing(self) -> tuple[str, ...]:
+        """Windows in which a trainer runs the policy's tower: a frozen one serves the prefixes of other roles too."""
+        job, role = self.job, self.job.policy
+        if trains_vision(job, role):
+            return self.role_windows(role, "prefix", "train", "update")
+        sharing = () if self.naive else (r for r in job.roles if shares_tower(job, r))
+        return tuple(w for r in (role, *sharing) for w in self._looking(r))
+
+    def _looking(self, role: str) -> tuple[str, ...]:
+        """Windows in which a role's prompts go through a tower."""
+        return self.role_windows(role, *(("score", "train") if self.whole(role) else ("prefix",)))
+
+    # ---- weights of the other roles
+
+    def _frozen_weights(self, role: str) -> Iterator[StateObject]:
+        yield StateObject(
+            f"{role}.weights", f"{role} {self.dtype} weights", "regenerable", role, self.language_bytes(role),
+            self.uses(self.role_windows(role, "prefix", "score")), host_backed=True,
+            always=self.naive, options=frozenset({"hbm", "host"}), why="frozen: its host copy stays valid",
+        )  # fmt: skip
+        yield from self._frozen_tower(role, self._looking(role))
+
+    def _frozen_tower(self, role: str, windows: tuple[str, ...]) -> Iterator[StateObject]:
+        if not self.naive and shares_tower(self.job, role):
+            return
+        yield StateObject(
+            f"{role}.vision", f"{role} vision tower", "regenerable", role,
+            self.job.spec_of(role).vision_parameters * self.job.itemsize, self.uses(windows), host_backed=True,
+            always=self.naive, options=frozenset({"hbm", "host"}), why="frozen: its host copy stays valid",
+        )  # fmt: skip
+
+    def _trained_weights(self, role: str) -> Iterator[StateObject]:
+        """Of a role that nobody samples from: its snapshot has no readers and may leave HBM."""
+        windows = self.role_windows(role, "prefix", "train", "update")
+        options: frozenset[Residency] = frozenset({"hbm"} if self.off("state_offload") else {"hbm", "host"})
+        vision = self.job.spec_of(role).vision_parameters * self.job.itemsize
+        parts = [("snapshot", f"{self.dtype} snapshot", self.language_bytes(role))]
+        parts += [("vision", "vision tower", vision)] if trains_vision(self.job, role) else []
+        for name, title, nbytes in parts:
+            yield StateObject(
+                f"{role}.{name}", f"{role} {title}", "regenerable", role, nbytes, self.uses(windows),
+                always=self.naive, options=options, why="trained and not sampled from: no other process reads it",
+            )  # fmt: skip
+        if not trains_vision(self.job, role):
+            again = self.role_windows(role, "train") if self.job.roles[role].prefix_saved == "dropped" else ()
+            yield from self._frozen_tower(role, (*self._looking(role), *again))

@@ -1,0 +1,49 @@
+"""What an update holds: bytes of one parameter's states, how fine its chunks are, and how many are in flight."""
+
+from __future__ import annotations
+
+from rollplex.backends.facts import load_facts
+from rollplex.ir.job import Job
+
+ADAM_TEMPORARIES = 2
+"""Elements that torch's Adam allocates for each it updates: numerator and denominator of the step."""
+MIN_CHUNKS = 64
+"""Unless the job states a number, residency reserves an optimizer workspace this fine; chunk-sizes enlarges it."""
+
+
+def pages(nbytes: int, page_bytes: int) -> int:
+    """Bytes rounded up to whole pages."""
+    return -(-nbytes // page_bytes) * page_bytes
+
+
+def state_itemsize(job: Job) -> int:
+    """Bytes of one element of gradient, master weight or moment: FP32, or the model's dtype if that is wider."""
+    return max(4, job.itemsize)
+
+
+def chunk_bytes_per_element(job: Job) -> int:
+    """Master, two moments and gradient of one parameter in flight."""
+    return 4 * state_itemsize(job)
+
+
+def workspace_bytes_per_element(job: Job, role: str, streamed: bool) -> int:
+    """What one parameter of a chunk takes in flight: its streamed state, and what torch's Adam allocates."""
+    fused = load_facts(job.trainer(role).engine).overlaps_update
+    temporaries = 0 if fused and streamed else ADAM_TEMPORARIES * state_itemsize(job)
+    return temporaries + (chunk_bytes_per_element(job) if streamed else 0)
+
+
+def reserved_elements(job: Job, parameters: int, held: int | None = None) -> int:
+    """Parameters of the chunk that residency makes room for: an ablation's, or by the number the job states."""
+    stated = job.optimizer.chunks
+    return held or -(-parameters // (MIN_CHUNKS if stated == "auto" else int(stated)))
+
+
+def chunks_in_flight(job: Job, role: str) -> int:
+    """Optimizer chunks whose load, update and return overlap: one where the engine takes them one after the other."""
+    return job.optimizer.in_flight if load_facts(job.trainer(role).engine).overlaps_update else 1
+
+
+def workspace_name(job: Job, role: str) -> str:
+    """The object of a role's optimizer chunks in flight."""
+    return "optimizer.workspace" if role == job.policy else f"{role}.optimizer_workspace"

@@ -1,0 +1,85 @@
+"""Every example algorithm: its plan passes the checker, its loss and gradient are the formula of its paper."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from algorithms import EXAMPLES
+
+from rollplex.ir.checker import check_plan
+from rollplex.ir.job import load_job
+from rollplex.ir.loading import load_algorithm
+from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Run, UpdateChunk
+from rollplex.passes.pipeline import compile_plan
+
+PLANS = {
+    "ppo": "ppo_32b_h800x32",
+    "grpo_reward_model": "reward_model_32b_h800x8",
+}
+
+
+@cache
+def plan(name: str, *overrides: str) -> Plan:
+    job = load_job(EXAMPLES / "jobs" / f"{PLANS[name]}.yaml", overrides)
+    return compile_plan(load_algorithm(EXAMPLES / f"{name}.py"), job)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_examples_fit_and_pass_the_checker(name: str) -> None:
+    assert plan(name).feasible
+    assert check_plan(plan(name)) == ()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "naive"])
+@pytest.mark.parametrize("name", PLANS)
+def test_examples_pass_the_checker_under_other_schedules(name: str, schedule: str) -> None:
+    assert check_plan(plan(name, f"schedule={schedule}")) == ()
+
+
+# ---- several roles
+
+
+def test_the_critic_is_trained_before_the_actor_whose_loss_needs_its_values() -> None:
+    """P2 score-reference | train-critic -> values -> train-actor || P3 update-critic | update | publish"""
+    found = [w.name for w in plan("ppo").summary.windows if w.phase != "P1"]
+    assert found == [
+        "P2 score-reference", "P2 train-critic", "P2 train-actor", "P3 update-critic", "P3 update", "P3 publish",
+    ]  # fmt: skip
+    train = {s.role: s for s in plan("ppo").programs["train"] if isinstance(s, Run) and s.task == "train"}
+    assert train["critic"].outputs == ("values",)
+    assert "values" in train["actor"].inputs
+    assert "logp" not in train["critic"].inputs
+
+
+def test_each_trained_role_has_its_own_objects_chunks_and_loss() -> None:
+    ppo = plan("ppo")
+    names = {o.name for o in ppo.summary.objects}
+    for role in ("actor", "critic"):
+        assert names >= {f"{role}.{part}" for part in ("snapshot", "gradients", "master", "moments", "boundary")}
+        chunks = [s for s in ppo.programs["train"] if isinstance(s, UpdateChunk) and s.role == role]
+        assert len(chunks) == ppo.summary.chunks.of(role).count
+        assert ppo.losses[role].role == role
+    assert ppo.object("critic.snapshot").readers == ()
+
+
+def test_a_critic_has_the_size_of_its_own_model_without_logits() -> None:
+    """Qwen2.5-VL-7B at TP 4: a quarter of its language model, its vocabulary head replaced by one row."""
+    ppo = plan("ppo")
+    job = load_job(EXAMPLES / "jobs" / "ppo_32b_h800x32.yaml")
+    spec = load_job(EXAMPLES / "jobs" / "ppo_32b_h800x32.yaml", ["roles.critic.head=scalar"]).spec_of("critic")
+    assert job.spec_of("critic").name == spec.name == "Qwen2.5-VL-7B"
+    assert job.spec_of("critic").parameters - spec.parameters == (spec.vocab - 1) * spec.hidden
+    page = job.device.page_bytes
+    assert 0 <= ppo.object("critic.gradients").bytes - 4 * spec.rank_parameters(4, "language") < page
+    boundary = ppo.object("critic.boundary")
+    assert boundary.slots == 64 // 8
+    assert boundary.bytes == boundary.slots * 8192 * spec.kv_bytes_per_token(4, 2)
+
+
+def test_plans_say_what_no_backend_has_for_a_critic_or_a_reward_model() -> None:
+    for name, role in (("ppo", "critic"), ("grpo_reward_model", "judge")):
+        assert any(f"{role} ends in one number" in what for what in plan(name).not_executable)
+        assert any(f"{role} has a model of its own" in what for what in plan(name).not_executable)
+    assert any("critic is trained beside actor" in what for what in plan("ppo").not_executable)
