@@ -138,7 +138,12 @@ def summary(
             },
             case3_buffer_bytes=GIB // 4,
             exchange_bytes_per_gpu=3 * GIB // 2,
+            exchange_s=0.01,
             placement={"engine 0": (0, 2), "engine 1": (1, 3)},
+            groups=1,
+            classes=(),
+            needs=("megatron: gate_up as two parameters",),
+            alternatives=(),
             tensors=(),
         ),
         chunks=ChunkSummary(

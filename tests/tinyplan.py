@@ -231,7 +231,7 @@ def tiny_plan(variant: Variant = "rollplex") -> Plan:
         feasible=True,
         schedule="rollplex" if variant == "rollplex" else "serial",
         algorithm="grpo.py:grpo",
-        job={"roles": {"actor": {"freeze": []}, "reference": {}}},
+        job={"model": {"name": "Qwen2.5-VL-3B"}, "roles": {"actor": {"freeze": []}, "reference": {}}},
         graph=GRAPH,
         hosts={"score": "reward"},
         summary=summary(variant),

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, get_args
 from rollplex.ir.plan import (
     CaseBytes,
     ChunkSummary,
+    LayoutClass,
     LayoutSummary,
     Microbatches,
     NodeRecord,
@@ -17,6 +18,7 @@ from rollplex.ir.plan import (
     PoolSummary,
     Residency,
     Summary,
+    TensorPlacement,
     Times,
     WindowSummary,
 )
@@ -142,7 +144,7 @@ def _pool(variant: Variant, name: str, held: list[PlannedObject]) -> PoolSummary
 
 def summary(variant: Variant) -> Summary:
     """A summary whose capacities are what the plan needs, to the byte."""
-    shown, zero = windows(variant), CaseBytes(params=0, bytes=0)
+    shown = windows(variant)
     peak, host = max(shown, key=lambda w: w.hbm_bytes), max(w.host_bytes for w in shown)
     return Summary(
         capacity_bytes=peak.hbm_bytes,
@@ -153,10 +155,7 @@ def summary(variant: Variant) -> Summary:
         pools=tuple(_pool(variant, name, held) for name, held in by_pool(variant)),
         objects=objects(variant),
         windows=shown,
-        layout=LayoutSummary(
-            q=2, order="stock", cases={"1": zero, "2": zero, "3": zero}, case3_buffer_bytes=2,
-            exchange_bytes_per_gpu=8, placement={"0": (0, 1)}, tensors=(),
-        ),
+        layout=layout(),
         chunks=ChunkSummary(
             optimizer=OptimizerChunks(count=3, elements=4, bytes=64, workspace_bytes=128),
             microbatch=Microbatches(prefix_prompts=1, suffix_responses=2, workspace_bytes={}),
@@ -166,6 +165,41 @@ def summary(variant: Variant) -> Summary:
         solvers=(),
         warnings=(),
     )  # fmt: skip
+
+
+# Name, view, case, parameters (Qwen2.5-VL-3B's language model in all), bytes of shard, received, and buffer.
+CLASSES = """
+gate_up slabs     1 2000000000 6 3 0
+o       transpose 2 1000000000 8 4 0
+qkv     rebuild   3 85938688   2 1 2
+"""
+
+
+def layout() -> LayoutSummary:
+    """TP 2 -> TP 1: two engines of one rank, one class of tensors in each case."""
+    rows = [line.split() for line in CLASSES.strip().splitlines()]
+    classes = tuple(
+        LayoutClass.model_validate(
+            {"name": name, "view": view, "case": int(case), "tensors": 1, "params": int(params)}
+            | {"shard_bytes": int(shard), "receives_bytes": int(gets), "sends_bytes": int(gets), "why": name}
+            | {"buffer_bytes": int(buffer), "slabs": 1, "pieces": 1, "decode_s": 0.0, "rebuild_s": 0.0}
+        )
+        for name, view, case, params, shard, gets, buffer in rows
+    )
+    return LayoutSummary(
+        q=2,
+        order="stock",
+        cases={str(c.case): CaseBytes(params=c.params, bytes=2 * c.params) for c in classes},
+        case3_buffer_bytes=2,
+        exchange_bytes_per_gpu=8,
+        exchange_s=1.0,
+        placement={"engine 0": (0,), "engine 1": (1,)},
+        groups=1,
+        classes=classes,
+        needs=(),
+        alternatives=(),
+        tensors=tuple(TensorPlacement(name=c.name, case=c.case, why=c.why) for c in classes),
+    )
 
 
 def _node(name: str, op: str, role: str = "", *values: str) -> NodeRecord:

@@ -84,13 +84,17 @@ class EngineFacts(Protocol):
     """Whether `rollplex run` can execute on it."""
     overlaps_update: bool
     """Whether load, update and return of neighbouring optimizer chunks run at the same time."""
-    transposed: bool
-    """Row-parallel weights may be stored [I, O] and read through a transposed view."""
+    transposed: frozenset[str]
+    """Row-parallel weights that may be stored [I, O] and read through .t() (`o`, `down`, `expert_down`)."""
     split_views: frozenset[str]
-    """Fused weights that the engine can hold as one view a part (`gate_up`)."""
+    """Fused weights that the engine can hold as one view a part (`gate_up`, `expert_gate_up`)."""
+    fuses: frozenset[str]
+    """Fused weights that the engine as it comes holds as one parameter: two views need a module of our own."""
+    reindexes: frozenset[str]
+    """Fused weights that may lie in another row order: the engine re-indexes what they give (`qkv`, `gate_up`)."""
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
-        """The blocks of the fused weight `qkv` or `gate_up` on one rank, in storage order."""
+        """The blocks of a fused weight (`qkv`, `gate_up`, `expert_gate_up`) on one rank, in storage order."""
         ...
 
     def prefix_saved_bytes(self, work: Work) -> int:

@@ -13,6 +13,7 @@ from rollplex.ir.check.capacity import Cuts, check_capacity
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.form import check_names, check_shape
 from rollplex.ir.check.imports import check_imports
+from rollplex.ir.check.layout import check_layout
 from rollplex.ir.check.order import execute
 from rollplex.ir.check.pools import check_pools
 from rollplex.ir.check.publication import check_publication
@@ -50,6 +51,7 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
         *check_work(facts),
         *check_update(facts),
         *check_publication(facts),
+        *check_layout(facts),
     ]
     if any(v.kind == "deadlock" for v in stuck):
         return tuple(found)

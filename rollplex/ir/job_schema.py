@@ -22,6 +22,7 @@ DType = Literal["bfloat16", "float32", "float64"]
 Schedule = Literal["serial", "rollplex", "naive", "disaggregated"]
 Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "weight_sharing"]
 Part = Literal["vision", "language"]
+LayoutOrder = Literal["stock", "reindex", "auto"]
 
 
 MAX_CHUNKS = 4096
@@ -231,7 +232,11 @@ class Workload(Section):
 class Layout(Section):
     """How training and rollout weights share bytes."""
 
-    order: Literal["stock"] = Field(default="stock", description="row order of the rollout engine's weights")
+    order: LayoutOrder = Field(
+        default="stock",
+        description="row order of the rollout engine's fused weights: its own; the trainer's, read by re-indexing"
+        " activations; or for each weight what costs less decode time and HBM",
+    )
 
 
 class Optimizer(Section):

@@ -184,8 +184,7 @@ class TrainProgram(Context):
         layout = self.module[Layout].summary
         if self.second_copy:
             yield from self.refresh("train", at)
-        elif layout.q > 1:
-            nbytes = layout.exchange_bytes_per_gpu
+        elif (nbytes := layout.exchange_bytes_per_gpu) > 0:
             yield Exchange(window=at, group="q", op="all_gather", object=snapshot, nbytes=nbytes)
         if buffer := self.placed(at, "hbm", f"{window.role}.case3"):
             yield Rebuild(window=at, object=buffer[0], reads=(snapshot,))

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from rollplex.ir.plan import LayoutSummary, Plan, SolverResult
+from rollplex.ir.plan import LayoutAlternative, LayoutSummary, Plan, SolverResult
 from rollplex.ir.planned_job import job_of
 from rollplex.show.text import LABEL, WIDTH, joined, labelled, seconds, size, under
 
@@ -20,18 +20,34 @@ def layout_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
         sent = f"every update sends {size(layout.exchange_bytes_per_gpu)} to each GPU of the rollout pool"
         return labelled("layout", f"two pools share no weights: {sent}", width) if len(plan.summary.pools) > 1 else []
     shares = "   ".join(f"case {k} {100 * c.params / total:.2f} %" for k, c in layout.cases.items())
-    cost = (
-        f"case-3 buffer {size(layout.case3_buffer_bytes)} a GPU, exchange {size(layout.exchange_bytes_per_gpu)} a GPU"
-    )
     lines = labelled("layout", f"{shares}   of the language model", width)
-    lines += under(f"{layout.order} order, q = {layout.q}: {cost}", width)
-    return lines + [text for part in joined(_placement(layout), width - LABEL) for text in under(part, width)]
+    adds = sum(c.decode_s + c.rebuild_s for c in layout.classes)
+    rest = [
+        f"{layout.order} order, q = {layout.q}: case-3 buffer {size(layout.case3_buffer_bytes)} a GPU",
+        f"exchange {size(layout.exchange_bytes_per_gpu)} a GPU in {seconds(layout.exchange_s)}",
+        f"adds {seconds(adds)} a step",
+    ]
+    rows = [
+        *joined(rest, width - LABEL, ", "),
+        *joined([_alternative(a) for a in layout.alternatives], width - LABEL, "   "),
+        *joined(_placement(layout), width - LABEL),
+        *(f"needs {text}" for text in layout.needs),
+    ]
+    return lines + [text for row in rows for text in under(row, width)]
+
+
+def _alternative(other: LayoutAlternative) -> str:
+    """`(reindex: case 3 0 %, buffer 0 B, adds 0.42 s)`."""
+    total = sum(c.params for c in other.cases.values())
+    share = f"case 3 {100 * other.cases['3'].params / total:.3g} %"
+    return f"({other.order}: {share}, buffer {size(other.case3_buffer_bytes)}, adds {seconds(other.seconds)})"
 
 
 def _placement(layout: LayoutSummary) -> list[str]:
     """Engines on the same GPUs of their nodes are told once."""
     shown = [f"{name} on GPU {' '.join(map(str, gpus))}" for name, gpus in layout.placement.items()]
-    return shown if len(shown) <= 8 else [*shown[:8], f"and {len(shown) - 8} more"]
+    shown = shown if len(shown) <= 8 else [*shown[:8], f"and {len(shown) - 8} more"]
+    return shown if layout.groups == 1 else [*shown, f"alike in all {layout.groups} training groups"]
 
 
 def chunk_lines(plan: Plan, width: int = WIDTH) -> list[Text]:

@@ -19,8 +19,10 @@ class HostFacts:
     rolls_out: bool = True
     runs: bool = True
     overlaps_update: bool = False
-    transposed: bool = True
+    transposed: frozenset[str] = frozenset({"o", "down"})
     split_views: frozenset[str] = frozenset({"gate_up"})
+    fuses: frozenset[str] = frozenset()
+    reindexes: frozenset[str] = frozenset()
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
         """Separate projections: one block a part, on both sides."""

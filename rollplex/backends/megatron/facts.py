@@ -26,8 +26,10 @@ class MegatronFacts:
     rolls_out: bool = False
     runs: bool = False
     overlaps_update: bool = True
-    transposed: bool = True
-    split_views: frozenset[str] = frozenset({"gate_up"})
+    transposed: frozenset[str] = frozenset({"o", "down", "expert_down"})
+    split_views: frozenset[str] = frozenset({"gate_up", "expert_gate_up"})
+    fuses: frozenset[str] = frozenset({"qkv", "gate_up", "expert_gate_up"})
+    reindexes: frozenset[str] = frozenset()
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
         """Per KV group `[q.., k, v]`; `[gate_r; up_r]`."""

@@ -11,15 +11,18 @@ from rollplex.ir.models import ModelSpec
 
 @dataclass(frozen=True)
 class VllmFacts:
-    """vLLM 0.20 and later, unquantised weights, stock row order."""
+    """vLLM 0.20 and later, unquantised weights; a plugin's layers may re-index what QKV and gate/up give."""
 
     name: str = "vllm"
     trains: bool = False
     rolls_out: bool = True
     runs: bool = False
     overlaps_update: bool = False
-    transposed: bool = True
+    # Fused experts assert `w2.stride(-1) == 1` and split gate and up inside their kernels.
+    transposed: frozenset[str] = frozenset({"o", "down"})
     split_views: frozenset[str] = frozenset()
+    fuses: frozenset[str] = frozenset({"qkv", "gate_up", "expert_gate_up"})
+    reindexes: frozenset[str] = frozenset({"qkv", "gate_up"})
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
         """`[Q_R; K_R; V_R]` and `[gate_R; up_R]`."""

@@ -15,9 +15,10 @@ from rollplex.ir.steps import Exchange, Publish, Rebuild
 
 
 def exchange(u: Update) -> Iterator[Violation]:
-    """With q > 1 the ranks of a rollout shard gather each other's pieces of the shared snapshot."""
+    """The ranks of a rollout shard gather each other's pieces of the shared snapshot, where one rank has not all."""
     layout, name = u.facts.plan.summary.layout, u.snapshot
-    if name is None or layout.q <= 1 or not u.facts.objects[name].readers:
+    alone = layout.q <= 1 and not layout.exchange_bytes_per_gpu
+    if name is None or alone or not u.facts.objects[name].readers:
         return
     found = [at for at in u.refreshed(name) if isinstance(at.step, Exchange) and at.index > u.last]
     if len(found) != 1:

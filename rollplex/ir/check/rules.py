@@ -126,6 +126,14 @@ RULES: dict[str, Rule] = {
     "publish-order": Rule(
         "publication comes after every chunk, exchange and rebuild", "paper 3.3", "publish last"
     ),
+    # ---- layout
+    "layout-cases": Rule("cases, classes and tensors add up to the language model", "paper 3.3", COMPILE_AGAIN),
+    "layout-view": Rule("how a weight class lies says its case", "paper 3.3", COMPILE_AGAIN),
+    "layout-buffer": Rule("the case-3 buffer holds the shards of case 3, and nothing else", "paper 3.3", COMPILE_AGAIN),
+    "layout-exchange": Rule("what a GPU receives is what its shards lack", "paper 3.3", COMPILE_AGAIN),
+    "layout-placement": Rule(
+        "GPU g of a training group is rank g // q of one rollout engine", "paper 3.3", COMPILE_AGAIN
+    ),
     # ---- summary
     "window-bytes": Rule("a window's bytes are those of the objects mapped in it", "design 9", COMPILE_AGAIN),
     "host-bytes": Rule("a window's host bytes are those of the objects at the host in it", "design 9", COMPILE_AGAIN),

@@ -1,0 +1,144 @@
+"""The layout adds up: cases to the language model, classes to buffer and exchange, engines to a partition of the GPUs.
+
+    engine 0 on 0 2 4 6, engine 1 on 1 3 5 7      q = 2: GPU g is rank g // 2 of its engine, where its own slab lies
+Source: paper section 3.3.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from rollplex.ir.check.facts import Facts
+from rollplex.ir.check.rules import Violation
+from rollplex.ir.check.update import LARGEST_PAGE
+from rollplex.ir.errors import JobError
+from rollplex.ir.models import load_model, spec_from_config
+from rollplex.ir.plan import LayoutClass, LayoutSummary
+from rollplex.ir.steps import Rebuild
+
+CASE_OF = {"alias": 1, "slabs": 1, "interleave": 1, "reindex": 1, "transpose": 2, "rebuild": 3}
+REORDERED = ("interleave", "reindex")
+
+
+def _of_case(layout: LayoutSummary, case: int) -> list[LayoutClass]:
+    return [c for c in layout.classes if c.case == case]
+
+
+def cases(facts: Facts) -> Iterator[Violation]:
+    """Each case has the parameters of its classes, all cases together those of the language model."""
+    layout = facts.plan.summary.layout
+    for key, told in layout.cases.items():
+        params = sum(c.params for c in layout.classes if str(c.case) == key)
+        if told.params != params:
+            what = f"case {key} has {told.params:,} parameters, its classes have {params:,}"
+            yield Violation("layout-cases", what, where="layout")
+    total = sum(c.params for c in layout.cases.values())
+    for c in layout.cases.values():
+        if c.bytes * total != c.params * sum(o.bytes for o in layout.cases.values()):
+            yield Violation("layout-cases", "bytes of the cases are not in proportion to parameters", where="layout")
+            break
+    yield from _model(facts, total)
+
+
+def _model(facts: Facts, total: int) -> Iterator[Violation]:
+    match facts.plan.job:
+        case {"model": {"name": str(name), **rest}}:
+            try:
+                parameters = _language_parameters(name, json.dumps(rest.get("config"), sort_keys=True))
+            except JobError as err:
+                yield Violation("layout-cases", f"no such model: {err}", where="layout")
+                return
+            if total != parameters:
+                what = f"the cases have {total:,} parameters, the language model has {parameters:,}"
+                yield Violation("layout-cases", what, where="layout")
+
+
+@lru_cache(maxsize=64)
+def _language_parameters(name: str, config: str) -> int:
+    found: Any = json.loads(config)
+    spec = load_model(name) if found is None else spec_from_config(found, name, "model.config")
+    return spec.language_parameters
+
+
+def tensors(facts: Facts) -> Iterator[Violation]:
+    """Tensors are listed by the case of their class; what no class has is replicated, in case 1."""
+    layout = facts.plan.summary.layout
+    listed = Counter(t.case for t in layout.tensors)
+    for case in (2, 3):
+        if listed[case] != sum(c.tensors for c in _of_case(layout, case)):
+            yield Violation("layout-cases", f"{listed[case]} tensors are listed in case {case}", where="layout")
+    if listed[1] < sum(c.tensors for c in _of_case(layout, 1)):
+        yield Violation("layout-cases", f"only {listed[1]} tensors are listed in case 1", where="layout")
+
+
+def views(facts: Facts) -> Iterator[Violation]:
+    """How a class lies says its case and its buffer; the stock order re-indexes nothing."""
+    layout = facts.plan.summary.layout
+    for c in layout.classes:
+        if CASE_OF[c.view] != c.case:
+            yield Violation("layout-view", f"{c.name} lies as {c.view}, and is in case {c.case}", where=c.name)
+        if layout.order == "stock" and c.view in REORDERED:
+            yield Violation("layout-view", f"{c.name} lies as {c.view} in the stock order", where=c.name)
+        if c.buffer_bytes != (c.shard_bytes if c.case == 3 else 0):
+            what = f"{c.name} is in case {c.case} and has a buffer of {c.buffer_bytes:,} bytes"
+            yield Violation("layout-buffer", what, nbytes=c.buffer_bytes, where=c.name)
+
+
+def buffer(facts: Facts) -> Iterator[Violation]:
+    """The buffer holds the shards of case 3, and is the object that is rebuilt, rounded up to pages."""
+    layout = facts.plan.summary.layout
+    told, needed = layout.case3_buffer_bytes, sum(c.buffer_bytes for c in layout.classes)
+    if told != needed:
+        yield Violation("layout-buffer", f"the buffer has {told:,} bytes, its classes need {needed:,}", nbytes=needed)
+    rebuilt = {at.step.object for at in facts.steps() if isinstance(at.step, Rebuild)}
+    for o in (facts.objects[name] for name in sorted(rebuilt)):
+        if not 0 <= o.bytes - told < LARGEST_PAGE:
+            what = f"{o.name} has {o.bytes:,} bytes, the layout's buffer {told:,}"
+            yield Violation("layout-buffer", what, object=o.name, nbytes=told, where=o.name)
+
+
+def exchange(facts: Facts) -> Iterator[Violation]:
+    """What a GPU receives is summed over the classes; no class receives more than its shard lacks at most."""
+    layout = facts.plan.summary.layout
+    received = sum(c.receives_bytes for c in layout.classes)
+    if received != layout.exchange_bytes_per_gpu:
+        what = f"a GPU receives {received:,} bytes by class and {layout.exchange_bytes_per_gpu:,} in all"
+        yield Violation("layout-exchange", what, nbytes=received, where="layout")
+    for c in layout.classes:
+        if c.receives_bytes > c.shard_bytes:
+            what = f"{c.name} receives {c.receives_bytes:,} bytes for a shard of {c.shard_bytes:,}"
+            yield Violation("layout-exchange", what, nbytes=c.receives_bytes, where=c.name)
+
+
+def placement(facts: Facts) -> Iterator[Violation]:
+    """Every GPU of a training group is one rank of one engine, the rank whose shard holds its slab: g // q."""
+    layout = facts.plan.summary.layout
+    placed = sorted(g for gpus in layout.placement.values() for g in gpus)
+    if placed != list(range(len(placed))):
+        yield Violation("layout-placement", f"the engines are on GPUs {_list(placed)}", where="layout")
+    if len(layout.placement) != layout.q:
+        what = f"{len(layout.placement)} engines share the GPUs of a training group, q is {layout.q}"
+        yield Violation("layout-placement", what, where="layout")
+    rollout = facts.plan.processes.get("rollout")
+    for name, gpus in layout.placement.items():
+        if rollout and len(gpus) != rollout.tensor_parallel:
+            what = f"{name} is on {len(gpus)} GPUs, its TP is {rollout.tensor_parallel}"
+            yield Violation("layout-placement", what, where=name)
+        for r, g in enumerate(gpus):
+            if g // max(layout.q, 1) != r:
+                what = f"rank {r} of {name} is on GPU {g}, whose slab lies in the shard of rank {g // max(layout.q, 1)}"
+                yield Violation("layout-placement", what, where=name)
+
+
+def _list(gpus: list[int]) -> str:
+    return " ".join(map(str, gpus)) or "none"
+
+
+def check_layout(facts: Facts) -> Iterator[Violation]:
+    """Everything in which the layout does not add up."""
+    for check in (cases, tensors, views, buffer, exchange, placement):
+        yield from check(facts)

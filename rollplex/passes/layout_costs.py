@@ -1,0 +1,57 @@
+"""What a layout costs in time: decode that reads other orders, copies of a rebuild, pieces over NVLink, rent of HBM.
+
+32B, TP8 -> TP4, 32 x 8 responses of 2048: QKV re-indexed 0.07 s a step, o and down transposed 0.33 s, rebuild 0.9 ms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from rollplex.ir.job import Job
+from rollplex.passes.costs import Costs, mean_length
+
+TRANSPOSED_SLOWDOWN = 0.08
+"""Of a row-parallel GEMM at decode sizes that reads [I, O] through .t(): 2, 16 and 8 % on an H200, three shapes."""
+
+
+@dataclass(frozen=True)
+class LayoutCosts:
+    """Seconds of one step that a layout adds on one GPU of the job; every one is taken as exposed."""
+
+    job: Job
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return Costs(self.job)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of a step that one rollout engine runs through its layers: each prompt once, and all responses."""
+        job, work = self.job, self.job.workload
+        response = mean_length(work.response_median, work.response_tokens, job.group)
+        return job.prompts_per_engine * ((work.prompt_median or work.prompt_tokens) + job.group * response)
+
+    def reindex_s(self, token_bytes: int) -> float:
+        """One gather of `token_bytes` a token, over all layers: read once, written once; less where it fuses."""
+        return self.tokens * 2 * token_bytes / self._costs.hbm_bytes_per_s
+
+    def transposed_s(self, shard_bytes: int) -> float:
+        """Decode steps whose GEMMs read `shard_bytes` of weights in transposed order."""
+        steps = self.job.workload.response_tokens
+        return TRANSPOSED_SLOWDOWN * steps * shard_bytes / self._costs.hbm_bytes_per_s
+
+    def rebuild_s(self, nbytes: int) -> float:
+        """Copy and permute after an update: read once, written once."""
+        return 2 * nbytes / self._costs.hbm_bytes_per_s
+
+    def exchange_s(self, nbytes: int) -> float:
+        """Receiving the other ranks' pieces over NVLink."""
+        return self._costs.exchange_s(nbytes)
+
+    @property
+    def rent_s_per_byte(self) -> float:
+        """GPU time that a byte held through decode is worth: its share of HBM, of the seconds that decode takes."""
+        job = self.job
+        weights = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
+        return self._costs.decode_s(weights, job.rollout_tp, job.prompts_per_engine) / job.capacity_bytes
