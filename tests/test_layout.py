@@ -14,10 +14,10 @@ from rollplex.ir.job import Job, load_job
 from rollplex.ir.models import load_model
 from rollplex.ir.module import Module
 from rollplex.ir.plan import LayoutClass, LayoutSummary
-from rollplex.passes.layout import Layout, LayoutPass, Weights, build
+from rollplex.passes.layout import FAMILIES, Layout, LayoutPass, Model
 from rollplex.passes.layout_options import Option, View, WeightClass
 from rollplex.passes.slabs import Slab, missing, parts, same_rows, slabs
-from rollplex.passes.solver import minimise
+from rollplex.passes.solver import constrain, minimise
 
 JOB = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
 
@@ -274,11 +274,10 @@ def cheapest(classes: Sequence[WeightClass], rent_s: float | None) -> tuple[floa
 @pytest.mark.parametrize("seed", range(6))
 def test_the_solver_is_optimal_on_small_instances(seed: int, degrees: tuple[int, int], rent_s: float | None) -> None:
     """Random classes and options, several degrees: CP-SAT equals the minimum over all combinations and placements."""
-    classes = instance(seed)
-    model, variables = build(classes, *degrees)
-    objectives = Weights(rent_s).objectives(classes, variables, degrees[0] // degrees[1])
-    solution = minimise(model, "layout", objectives, seconds=10, seed=0)
+    model = constrain(Model(instance(seed), *degrees, rent_s), FAMILIES)
+    objectives = model.objectives()
+    solution = minimise(model.cp, "layout", objectives, seconds=10, seed=0)
     assert solution is not None
     found = tuple(round(r.value / o.scale) for r, o in zip(solution.results, objectives, strict=True))
-    assert found == (*cheapest(classes, rent_s), min(placements(*degrees)))
+    assert found == (*cheapest(model.classes, rent_s), min(placements(*degrees)))
     assert all(r.status == "optimal" and r.value == r.bound for r in solution.results)

@@ -155,7 +155,7 @@ def summary(variant: Variant) -> Summary:
         pools=tuple(_pool(variant, name, held) for name, held in by_pool(variant)),
         objects=objects(variant),
         windows=shown,
-        layout=layout(),
+        layout=layout(shared=variant != "pools"),
         chunks=ChunkSummary(
             optimizer=OptimizerChunks(count=3, elements=4, bytes=64, workspace_bytes=128),
             microbatch=Microbatches(prefix_prompts=1, suffix_responses=2, workspace_bytes={}),
@@ -175,9 +175,10 @@ qkv     rebuild   3 85938688   2 1 2
 """
 
 
-def layout() -> LayoutSummary:
-    """TP 2 -> TP 1: two engines of one rank, one class of tensors in each case."""
-    rows = [line.split() for line in CLASSES.strip().splitlines()]
+def layout(shared: bool) -> LayoutSummary:
+    """TP 2 -> TP 1: two engines of one rank, one class of tensors in each case; none where nothing is shared."""
+    rows = [line.split() for line in CLASSES.strip().splitlines()] if shared else []
+    params = {k: sum(int(row[3]) for row in rows if row[2] == k) for k in "123"}
     classes = tuple(
         LayoutClass.model_validate(
             {"name": name, "view": view, "case": int(case), "tensors": 1, "params": int(params)}
@@ -189,9 +190,9 @@ def layout() -> LayoutSummary:
     return LayoutSummary(
         q=2,
         order="stock",
-        cases={str(c.case): CaseBytes(params=c.params, bytes=2 * c.params) for c in classes},
-        case3_buffer_bytes=2,
-        exchange_bytes_per_gpu=8,
+        cases={k: CaseBytes(params=n, bytes=2 * n) for k, n in params.items()},
+        case3_buffer_bytes=2 if shared else 0,
+        exchange_bytes_per_gpu=8 if shared else 16,
         exchange_s=1.0,
         placement={"engine 0": (0,), "engine 1": (1,)},
         groups=1,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from ortools.sat.python import cp_model
@@ -29,12 +28,11 @@ from rollplex.ir.errors import PassError
 from rollplex.ir.job import Job
 from rollplex.ir.job_schema import LayoutOrder
 from rollplex.ir.module import Module
-from rollplex.ir.plan import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, SolverResult, TensorPlacement
+from rollplex.ir.plan import LayoutSummary, SolverResult
 from rollplex.passes.layout_costs import LayoutCosts
-from rollplex.passes.layout_options import CASE, Option, Options, WeightClass
-from rollplex.passes.solver import Objective, Solution, minimise
-
-Chosen = Mapping[str, Option]
+from rollplex.passes.layout_options import Options, WeightClass
+from rollplex.passes.layout_summary import FIXED_ORDERS, Decision, nothing_shared, summarise
+from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
 
 
 @dataclass(frozen=True)
@@ -57,142 +55,82 @@ class Layout:
         return "\n".join([*rows, f"{s.order} order, q = {s.q}  {total}"])
 
 
-@dataclass(frozen=True)
-class Variables:
-    """x[c,o] and y[g,e,R] of the docstring."""
+class Model:
+    """The variables of the docstring, `FAMILIES` are its constraints; `rent_s` is r, None where bytes come first."""
 
-    x: dict[tuple[str, str], cp_model.IntVar]
-    y: dict[tuple[int, int, int], cp_model.IntVar]
+    def __init__(self, classes: Sequence[WeightClass], tp_t: int, tp_r: int, rent_s: float | None = None) -> None:
+        self.classes, self.tp_t, self.tp_r, self.q, self.rent_s = classes, tp_t, tp_r, tp_t // tp_r, rent_s
+        self.cp = cp_model.CpModel()
+        self.slots = [(e, r) for e in range(self.q) for r in range(tp_r)]
+        self.options = {(c.name, o.view): o for c in classes for o in c.options}
+        self.x = {(c, o): self.cp.new_bool_var(f"x[{c},{o}]") for c, o in self.options}
+        self.y = {(g, e, r): self.cp.new_bool_var(f"y[{g},{e},{r}]") for g in range(tp_t) for e, r in self.slots}
 
+    def objectives(self) -> list[Objective]:
+        """In order; bytes in KiB, seconds in microseconds."""
+        micro = {key: round(o.seconds * 1e6) for key, o in self.options.items()}
+        order = sum(abs(e - g % self.q) * literal for (g, e, _), literal in self.y.items())
+        slabs = self._total({key: o.slabs for key, o in self.options.items()})
+        last = [Objective("slabs a class", slabs), Objective("engine order", order)]
+        if self.rent_s is not None:
+            rented = {key: micro[key] + round(o.buffer_bytes * self.rent_s * 1e6) for key, o in self.options.items()}
+            return [Objective("layout and rent seconds", self._total(rented), 1e-6), *last]
+        kib = self._total({key: o.buffer_bytes >> 10 for key, o in self.options.items()})
+        return [Objective("buffer bytes", kib, 1024), Objective("layout seconds", self._total(micro), 1e-6), *last]
 
-@dataclass(frozen=True)
-class Weights:
-    """What a solve minimises: `rent_s` is r of the docstring, None where bytes come first."""
-
-    rent_s: float | None = None
-
-    def objectives(self, classes: Sequence[WeightClass], v: Variables, q: int) -> list[Objective]:
-        """The objectives of the docstring, in order; bytes in KiB, seconds in microseconds."""
-
-        def total(value: dict[tuple[str, str], int]) -> cp_model.LinearExprT:
-            return sum(n * v.x[key] for key, n in value.items())
-
-        options = {(c.name, o.view): o for c in classes for o in c.options}
-        kib = {key: o.buffer_bytes >> 10 for key, o in options.items()}
-        micro = {key: round(o.seconds * 1e6) for key, o in options.items()}
-        slabs = {key: o.slabs for key, o in options.items()}
-        order = sum(abs(e - g % q) * literal for (g, e, _), literal in v.y.items())
-        last = [Objective("slabs a class", total(slabs)), Objective("engine order", order)]
-        if self.rent_s is None:
-            return [Objective("buffer bytes", total(kib), 1024), Objective("layout seconds", total(micro), 1e-6), *last]
-        rented = {key: micro[key] + round(o.buffer_bytes * self.rent_s * 1e6) for key, o in options.items()}
-        return [Objective("layout and rent seconds", total(rented), 1e-6), *last]
+    def _total(self, value: Mapping[tuple[str, str], int]) -> cp_model.LinearExprT:
+        return sum(n * self.x[key] for key, n in value.items())
 
 
-def build(classes: Sequence[WeightClass], tp_t: int, tp_r: int) -> tuple[cp_model.CpModel, Variables]:
-    """The variables and constraints of the docstring."""
-    model, q = cp_model.CpModel(), tp_t // tp_r
-    x = {(c.name, o.view): model.new_bool_var(f"x[{c.name},{o.view}]") for c in classes for o in c.options}
-    slots = [(e, r) for e in range(q) for r in range(tp_r)]
-    y = {(g, e, r): model.new_bool_var(f"y[{g},{e},{r}]") for g in range(tp_t) for e, r in slots}
-    for c in classes:  # (1)
-        model.add_exactly_one(x[c.name, o.view] for o in c.options)
-    for g in range(tp_t):  # (2)
-        model.add_exactly_one(y[g, e, r] for e, r in slots)
-    for e, r in slots:  # (3)
-        model.add_exactly_one(y[g, e, r] for g in range(tp_t))
-    for (g, _, r), literal in y.items():  # (4)
-        if r != g // q:
-            model.add(literal == 0)
-    return model, Variables(x, y)
+def one_option(m: Model) -> None:
+    """(1)."""
+    for c in m.classes:
+        m.cp.add_exactly_one(m.x[c.name, o.view] for o in c.options)
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A solved row order: options by class, GPUs of every rollout engine of one training group."""
+def one_rank_a_gpu(m: Model) -> None:
+    """(2)."""
+    for g in range(m.tp_t):
+        m.cp.add_exactly_one(m.y[g, e, r] for e, r in m.slots)
 
-    classes: tuple[WeightClass, ...]
-    chosen: Chosen
-    placement: dict[str, tuple[int, ...]]
-    solvers: tuple[SolverResult, ...]
+
+def one_gpu_a_rank(m: Model) -> None:
+    """(3)."""
+    for e, r in m.slots:
+        m.cp.add_exactly_one(m.y[g, e, r] for g in range(m.tp_t))
+
+
+def slab_in_shard(m: Model) -> None:
+    """(4)."""
+    for (g, _, r), literal in m.y.items():
+        if r != g // m.q:
+            m.cp.add(literal == 0)
+
+
+FAMILIES: tuple[Family[Model], ...] = (
+    Family(1, "one option a class", one_option),
+    Family(2, "one rank a GPU", one_rank_a_gpu),
+    Family(3, "one GPU a rank", one_gpu_a_rank),
+    Family(4, "slabs lie in their rank's shard", slab_in_shard),
+)
 
 
 def decide(job: Job, order: LayoutOrder) -> Decision:
     """Solve the layout of the job's actor under a row order."""
-    classes = Options(job, order).classes()
-    model, v = build(classes, job.train_tp, job.rollout_tp)
-    objectives = Weights(LayoutCosts(job).rent_s_per_byte if order == "auto" else None).objectives(classes, v, job.q)
-    solution = minimise(model, "layout", objectives, seconds=job.solver.seconds, seed=job.solver.seed)
+    rent_s = LayoutCosts(job).rent_s_per_byte if order == "auto" else None
+    model = constrain(Model(Options(job, order).classes(), job.train_tp, job.rollout_tp, rent_s), FAMILIES)
+    solution = minimise(model.cp, "layout", model.objectives(), seconds=job.solver.seconds, seed=job.solver.seed)
     if solution is None:
         raise PassError("no placement of training and rollout ranks shares a slab on every GPU")
-    chosen = {c.name: next(o for o in c.options if solution.true(v.x[c.name, o.view])) for c in classes}
-    return Decision(tuple(classes), chosen, _placement(job, v, solution), solution.results)
+    chosen = {c.name: next(o for o in c.options if solution.true(model.x[c.name, o.view])) for c in model.classes}
+    return Decision(tuple(model.classes), chosen, _placement(model, solution), solution.results)
 
 
-def _placement(job: Job, v: Variables, solution: Solution) -> dict[str, tuple[int, ...]]:
-    ranks, gpus = range(job.rollout_tp), range(job.train_tp)
-    return {f"engine {e}": tuple(g for r in ranks for g in gpus if solution.true(v.y[g, e, r])) for e in range(job.q)}
-
-
-# ---- what the plan says of it
-
-
-def layout_class(c: WeightClass, o: Option) -> LayoutClass:
-    """A class as it is printed, with its part of the exchange."""
-    return LayoutClass(
-        name=c.name, view=o.view, case=CASE[o.view], tensors=len(c.tensors), params=sum(t.numel for t in c.tensors),
-        slabs=o.slabs, pieces=c.pieces, shard_bytes=c.shard_bytes, buffer_bytes=o.buffer_bytes,
-        sends_bytes=c.sends_bytes, receives_bytes=c.receives_bytes,
-        decode_s=round(o.decode_s, 6), rebuild_s=round(o.rebuild_s, 6), needs=o.needs, why=o.why,
-    )  # fmt: skip
-
-
-def case_bytes(classes: Sequence[LayoutClass], itemsize: int) -> dict[str, CaseBytes]:
-    """Parameters and bytes of every case over the whole language model."""
-    params = {k: sum(c.params for c in classes if c.case == k) for k in (1, 2, 3)}
-    return {str(k): CaseBytes(params=n, bytes=n * itemsize) for k, n in params.items()}
-
-
-def alternative(job: Job, order: LayoutOrder) -> LayoutAlternative:
-    """What another row order would give."""
-    found = decide(job, order)
-    classes = [layout_class(c, found.chosen[c.name]) for c in found.classes]
-    return LayoutAlternative(
-        order=order,
-        cases=case_bytes(classes, job.itemsize),
-        case3_buffer_bytes=sum(c.buffer_bytes for c in classes),
-        seconds=round(sum(c.decode_s + c.rebuild_s for c in classes), 6),
-    )
-
-
-def summarise(job: Job, found: Decision) -> LayoutSummary:
-    """Cases over the whole model, buffer and exchange for one GPU, and the placement of ranks."""
-    classes = tuple(layout_class(c, found.chosen[c.name]) for c in found.classes)
-    tower = [TensorPlacement(name=t.name, case=1, why="replicated") for t in job.spec.tensors() if t.part == "vision"]
-    exchange = sum(c.receives_bytes for c in classes)
-    orders: tuple[LayoutOrder, ...] = ("stock", "reindex")
-    return LayoutSummary(
-        q=job.q,
-        order=job.layout.order,
-        cases=case_bytes(classes, job.itemsize),
-        case3_buffer_bytes=sum(c.buffer_bytes for c in classes),
-        exchange_bytes_per_gpu=exchange,
-        exchange_s=round(LayoutCosts(job).exchange_s(exchange), 6),
-        placement=found.placement,
-        groups=job.gpus // job.train_tp,
-        classes=classes,
-        needs=tuple(dict.fromkeys(c.needs for c in classes if c.needs)),
-        alternatives=tuple(map(partial(alternative, job), (o for o in orders if o != job.layout.order))),
-        tensors=(*tower, *_tensors(found)),
-    )
-
-
-def _tensors(found: Decision) -> list[TensorPlacement]:
-    return [
-        TensorPlacement(name=t.name, case=CASE[o.view], slabs=o.slabs * c.pieces, why=o.why)
-        for c, o in ((c, found.chosen[c.name]) for c in found.classes)
-        for t in c.tensors
-    ]
+def _placement(m: Model, solution: Solution) -> dict[str, tuple[int, ...]]:
+    return {
+        f"engine {e}": tuple(g for r in range(m.tp_r) for g in range(m.tp_t) if solution.true(m.y[g, e, r]))
+        for e in range(m.q)
+    }
 
 
 @dataclass(frozen=True)
@@ -208,5 +146,10 @@ class LayoutPass:
 
     def run(self, module: Module) -> Module:
         """Solve the layout of the job's actor; see the module's docstring."""
-        found = decide(module.job, module.job.layout.order)
-        return module.put(Layout(summarise(module.job, found), found.solvers))
+        job = module.job
+        if job.disaggregated:
+            return module.put(Layout(nothing_shared(job), ()))
+        found = decide(job, job.layout.order)
+        told = [order for order in FIXED_ORDERS if order != job.layout.order]
+        others = {order: decide(job, order) for order in told}
+        return module.put(Layout(summarise(job, found, others), found.solvers))

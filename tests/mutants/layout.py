@@ -50,7 +50,8 @@ def bytes_of_another_case(plan: Plan) -> Iterator[Plan]:
 
 @mutant("layout-cases")
 def unknown_model(plan: Plan) -> Iterator[Plan]:
-    yield plan.model_copy(update={"job": {**plan.job, "model": {"name": "Qwen9-VL-1B"}}})
+    if classes(plan):
+        yield plan.model_copy(update={"job": {**plan.job, "model": {"name": "Qwen9-VL-1B"}}})
 
 
 @mutant("layout-cases")
@@ -59,7 +60,8 @@ def tensor_left_out(plan: Plan) -> Iterator[Plan]:
     for i in {next((i for i, t in enumerate(listed) if t.case == k), None) for k in (2, 3)} - {None}:
         assert i is not None
         yield with_layout(plan, tensors=(*listed[:i], *listed[i + 1 :]))
-    yield with_layout(plan, tensors=tuple(t for t in listed if t.case != 1))
+    if listed:
+        yield with_layout(plan, tensors=tuple(t for t in listed if t.case != 1))
 
 
 @mutant("layout-view")
@@ -84,7 +86,7 @@ def rebuilt_without_a_buffer(plan: Plan) -> Iterator[Plan]:
             yield with_layout(with_class(plan, c.name, buffer_bytes=0), case3_buffer_bytes=less)
 
 
-@mutant("layout-buffer")
+@mutant("layout-buffer", "layout-cases")
 def buffer_of_another_size(plan: Plan) -> Iterator[Plan]:
     for delta in (-1, 1):
         yield with_layout(plan, case3_buffer_bytes=plan.summary.layout.case3_buffer_bytes + delta)
@@ -120,7 +122,8 @@ def gpu_left_out(plan: Plan) -> Iterator[Plan]:
     placed = plan.summary.layout.placement
     for name, gpus in placed.items():
         yield with_layout(plan, placement={**placed, name: (*gpus[:-1], max(gpus) + 100)})
-        yield with_layout(plan, placement={k: v for k, v in placed.items() if k != name})
+        if len(plan.summary.pools) == 1:
+            yield with_layout(plan, placement={k: v for k, v in placed.items() if k != name})
 
 
 @mutant("layout-placement")
@@ -135,6 +138,6 @@ def engines_on_other_gpus(plan: Plan) -> Iterator[Plan]:
     placed, width = plan.summary.layout.placement, len(next(iter(plan.summary.layout.placement.values())))
     if len(placed) > 1:
         yield with_layout(plan, placement=dict.fromkeys(placed, next(iter(placed.values()))))
-    if len(placed) > 1 and width > 1:
+    if len(placed) > 1 and width > 1 and len(plan.summary.pools) == 1:
         runs = {name: tuple(range(i * width, (i + 1) * width)) for i, name in enumerate(placed)}
         yield with_layout(plan, placement=runs)

@@ -115,19 +115,25 @@ def exchange(facts: Facts) -> Iterator[Violation]:
 
 
 def placement(facts: Facts) -> Iterator[Violation]:
-    """Every GPU of a training group is one rank of one engine, the rank whose shard holds its slab: g // q."""
+    """The engines are on as many GPUs as they have ranks, and share none."""
     layout = facts.plan.summary.layout
     placed = sorted(g for gpus in layout.placement.values() for g in gpus)
     if placed != list(range(len(placed))):
         yield Violation("layout-placement", f"the engines are on GPUs {_list(placed)}", where="layout")
-    if len(layout.placement) != layout.q:
-        what = f"{len(layout.placement)} engines share the GPUs of a training group, q is {layout.q}"
-        yield Violation("layout-placement", what, where="layout")
     rollout = facts.plan.processes.get("rollout")
     for name, gpus in layout.placement.items():
         if rollout and len(gpus) != rollout.tensor_parallel:
             what = f"{name} is on {len(gpus)} GPUs, its TP is {rollout.tensor_parallel}"
             yield Violation("layout-placement", what, where=name)
+
+
+def slabs_at_hand(facts: Facts) -> Iterator[Violation]:
+    """q engines on the GPUs of a training group, each rank where its shard's slabs are: g // q."""
+    layout = facts.plan.summary.layout
+    if len(layout.placement) != layout.q:
+        what = f"{len(layout.placement)} engines share the GPUs of a training group, q is {layout.q}"
+        yield Violation("layout-placement", what, where="layout")
+    for name, gpus in layout.placement.items():
         for r, g in enumerate(gpus):
             if g // max(layout.q, 1) != r:
                 what = f"rank {r} of {name} is on GPU {g}, whose slab lies in the shard of rank {g // max(layout.q, 1)}"
@@ -138,7 +144,16 @@ def _list(gpus: list[int]) -> str:
     return " ".join(map(str, gpus)) or "none"
 
 
+def apart(facts: Facts) -> Iterator[Violation]:
+    """Pools of their own share no weights: nothing is in any case."""
+    layout = facts.plan.summary.layout
+    if layout.classes or layout.tensors or layout.case3_buffer_bytes or any(c.params for c in layout.cases.values()):
+        yield Violation("layout-cases", "weights lie in both pools, and nothing is shared", where="layout")
+
+
 def check_layout(facts: Facts) -> Iterator[Violation]:
     """Everything in which the layout does not add up."""
-    for check in (cases, tensors, views, buffer, exchange, placement):
+    shared = len(facts.plan.summary.pools) == 1
+    checks = (cases, tensors, views, buffer, exchange, slabs_at_hand) if shared else (apart,)
+    for check in (*checks, placement):
         yield from check(facts)
