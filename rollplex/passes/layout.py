@@ -150,6 +150,5 @@ class LayoutPass:
         if job.disaggregated:
             return module.put(Layout(nothing_shared(job), ()))
         found = decide(job, job.layout.order)
-        told = [order for order in FIXED_ORDERS if order != job.layout.order]
-        others = {order: decide(job, order) for order in told}
+        others: dict[LayoutOrder, Decision] = {o: decide(job, o) for o in FIXED_ORDERS if o != job.layout.order}
         return module.put(Layout(summarise(job, found, others), found.solvers))

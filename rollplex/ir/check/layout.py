@@ -147,7 +147,12 @@ def _list(gpus: list[int]) -> str:
 def apart(facts: Facts) -> Iterator[Violation]:
     """Pools of their own share no weights: nothing is in any case."""
     layout = facts.plan.summary.layout
-    if layout.classes or layout.tensors or layout.case3_buffer_bytes or any(c.params for c in layout.cases.values()):
+    if (
+        layout.classes
+        or layout.tensors
+        or layout.case3_buffer_bytes
+        or any(c.params or c.bytes for c in layout.cases.values())
+    ):
         yield Violation("layout-cases", "weights lie in both pools, and nothing is shared", where="layout")
 
 
