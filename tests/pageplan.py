@@ -14,10 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollplex.ir.plan import (
-    CaseBytes,
     ChunkSummary,
     Infeasible,
-    LayoutSummary,
     Microbatches,
     NodeRecord,
     OptimizerChunks,
@@ -32,6 +30,7 @@ from rollplex.ir.plan import (
     Times,
     WindowSummary,
 )
+from rollplex.ir.planned_layout import CaseBytes, LayoutSummary
 
 GIB = 2**30
 WINDOWS = ("P1 prefix-ref", "P1 decode", "P2 train", "P3 update")

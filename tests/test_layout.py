@@ -13,7 +13,7 @@ from rollplex.backends.ordering import grouped, stacked
 from rollplex.ir.job import Job, load_job
 from rollplex.ir.models import load_model
 from rollplex.ir.module import Module
-from rollplex.ir.plan import LayoutClass, LayoutSummary
+from rollplex.ir.planned_layout import LayoutClass, LayoutSummary
 from rollplex.passes.layout import FAMILIES, Layout, LayoutPass, Model
 from rollplex.passes.layout_options import Option, View, WeightClass
 from rollplex.passes.slabs import Slab, missing, parts, same_rows, slabs

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
 from rollplex.ir.plan import (
-    CaseBytes,
     ChunkSummary,
-    LayoutClass,
-    LayoutSummary,
     Microbatches,
     NodeRecord,
     OptimizerChunks,
@@ -18,10 +15,10 @@ from rollplex.ir.plan import (
     PoolSummary,
     Residency,
     Summary,
-    TensorPlacement,
     Times,
     WindowSummary,
 )
+from rollplex.ir.planned_layout import CaseBytes, LayoutClass, LayoutSummary, TensorPlacement
 
 Variant = Literal["rollplex", "serial", "apart", "pools"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)

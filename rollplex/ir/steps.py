@@ -24,6 +24,8 @@ Name = Annotated[str, Field(min_length=1)]
 # pydantic would read true and 1.0 as 1, "yes" as true
 Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Flag = Annotated[bool, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Seconds = Annotated[float, Field(strict=True, ge=0)]
 
 
 class _Step(Strict):

@@ -28,7 +28,8 @@ from rollplex.ir.errors import PassError
 from rollplex.ir.job import Job
 from rollplex.ir.job_schema import LayoutOrder
 from rollplex.ir.module import Module
-from rollplex.ir.plan import LayoutSummary, SolverResult
+from rollplex.ir.plan import SolverResult
+from rollplex.ir.planned_layout import LayoutSummary
 from rollplex.passes.layout_costs import LayoutCosts
 from rollplex.passes.layout_options import Options, WeightClass
 from rollplex.passes.layout_summary import FIXED_ORDERS, Decision, nothing_shared, summarise

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from rollplex.ir.job import Job
 from rollplex.ir.job_schema import LayoutOrder
-from rollplex.ir.plan import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, SolverResult, TensorPlacement
+from rollplex.ir.plan import SolverResult
+from rollplex.ir.planned_layout import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, TensorPlacement
 from rollplex.passes.costs import Costs
 from rollplex.passes.layout_costs import LayoutCosts
 from rollplex.passes.layout_options import CASE, Option, WeightClass

@@ -7,8 +7,9 @@ from itertools import groupby
 
 from rich.text import Text
 
-from rollplex.ir.plan import LayoutAlternative, LayoutSummary, Plan, SolverResult
+from rollplex.ir.plan import Plan, SolverResult
 from rollplex.ir.planned_job import job_of
+from rollplex.ir.planned_layout import LayoutAlternative, LayoutSummary
 from rollplex.show.text import LABEL, WIDTH, joined, labelled, seconds, size, under
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from mutants.edit import mutant, steps, with_layout, with_object
-from rollplex.ir.plan import LayoutClass, Plan
+from rollplex.ir.plan import Plan
+from rollplex.ir.planned_layout import LayoutClass
 from rollplex.ir.steps import Rebuild
 
 

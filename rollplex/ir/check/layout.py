@@ -17,7 +17,7 @@ from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.update import LARGEST_PAGE
 from rollplex.ir.errors import JobError
 from rollplex.ir.models import load_model, spec_from_config
-from rollplex.ir.plan import LayoutClass, LayoutSummary
+from rollplex.ir.planned_layout import LayoutClass, LayoutSummary
 from rollplex.ir.steps import Rebuild
 
 CASE_OF = {"alias": 1, "slabs": 1, "interleave": 1, "reindex": 1, "transpose": 2, "rebuild": 3}
