@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
+import golden
 import pytest
 from algorithms import EXAMPLES
 
@@ -13,10 +15,15 @@ from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run, UpdateChunk
 from rollplex.passes.pipeline import compile_plan
+from rollplex.show.page import plan_page
 
 PLANS = {
     "ppo": "ppo_32b_h800x32",
     "grpo_reward_model": "reward_model_32b_h800x8",
+    "rloo": "critic_free_7b_h800x8",
+    "reinforce_pp": "critic_free_7b_h800x8",
+    "dapo": "dapo_32b_h800x32",
+    "gspo": "gspo_30b_a3b_h800x16",
 }
 
 
@@ -30,6 +37,26 @@ def plan(name: str, *overrides: str) -> Plan:
 def test_examples_fit_and_pass_the_checker(name: str) -> None:
     assert plan(name).feasible
     assert check_plan(plan(name)) == ()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_pages(name: str) -> None:
+    """The page of every example, as `--plan-only` prints it."""
+    page = "\n".join(text.plain for text in plan_page(plan(name), f"{PLANS[name]}.yaml"))
+    golden.check(f"plan_{name}.txt", page + "\n")
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce_pp", "dapo", "gspo"])
+def test_what_the_host_backend_executes_is_not_called_unexecutable(name: str, tmp_path: Path) -> None:
+    """One trained role that ends in logits: `rollplex run` takes it."""
+    text = (EXAMPLES / "jobs" / "shapes_host.yaml").read_text("utf-8")
+    kept = [line for line in text.splitlines() if not line.startswith("algorithm:")]
+    if name in ("dapo", "gspo"):
+        kept = [line for line in kept if "reference" not in line and "score:" not in line]
+    job = tmp_path / "job.yaml"
+    job.write_text("\n".join(kept).replace("../", f"{EXAMPLES}/"), "utf-8")
+    made = compile_plan(load_algorithm(EXAMPLES / f"{name}.py"), load_job(job, ["cluster.capacity_gib=1"]))
+    assert made.not_executable == ()
 
 
 @pytest.mark.parametrize("schedule", ["serial", "naive"])

@@ -242,6 +242,15 @@ class Job(Section):
         return self.workload.prompts // self.engines
 
     @property
+    def sampled_per_engine(self) -> tuple[int, ...]:
+        """Prompts that each engine is expected to sample for, round by round: all, then those that taught nothing."""
+        again = self.workload.dynamic_sampling
+        if again is None:
+            return (self.prompts_per_engine,)
+        left = ((1 - again.kept) ** r for r in range(again.rounds))
+        return tuple(math.ceil(round(self.prompts_per_engine * share, 9)) for share in left)
+
+    @property
     def rollout_kv_need_bytes(self) -> int:
         """KV bytes of one rollout rank when every prompt and response fills its budget and none is preempted.
 

@@ -212,6 +212,17 @@ class Role(Section):
         return named_model(data)
 
 
+class DynamicSampling(Section):
+    """Groups whose scores are all equal teach nothing: other prompts are sampled in their place (DAPO, section 3.2)."""
+
+    rounds: int = Field(
+        examples=[3], ge=2, le=100, description="most rounds of sampling in one step, the first included"
+    )
+    kept: float = Field(
+        default=0.5, gt=0, le=1, allow_inf_nan=False, description="groups of a round that teach something, for times"
+    )
+
+
 class Workload(Section):
     """One step's work; the token budgets are upper bounds that the plan must hold."""
 
@@ -226,6 +237,9 @@ class Workload(Section):
     frames: int = Field(default=0, ge=0, le=10**6, description="frames sampled from a video; 0 for text")
     max_pixels: Count | None = Field(
         default=None, description="most pixels of one frame; null leaves it to prompt_tokens"
+    )
+    dynamic_sampling: DynamicSampling | None = Field(
+        default=None, description="groups with equal scores are sampled again; null samples every prompt once"
     )
 
 

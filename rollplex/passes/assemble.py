@@ -116,6 +116,8 @@ def _of_calls(schedule: Schedule) -> Iterator[str]:
     for host in schedule.hosts:
         if host in schedule.early:
             yield f"host function %{host} runs before the rollout"
+    if "P1 sample" in schedule.names():
+        yield "dynamic sampling: backends sample every prompt once a step"
 
 
 # ---- summary
@@ -227,9 +229,24 @@ def warnings(module: Module) -> list[str]:
             f"an ablation holds the update of the full schedule: {chunks.count} chunks, the largest it has room for "
             "(paper section 3.2); state optimizer.chunks to see whether finer ones make up for what is switched off"
         )
+    found += _sampled_again(module)
     if job.workload.response_median is None:
         found.append("no workload.response_median: decode is predicted for responses that all fill their budget")
     return found
+
+
+def _sampled_again(module: Module) -> Iterator[str]:
+    """What dynamic sampling does to the decode windows, and what it does not do to memory."""
+    job, estimate = module.job, module[Estimate]
+    if (again := job.workload.dynamic_sampling) is None:
+        return
+    rounds, decode = job.sampled_per_engine, estimate.times.decode_s
+    extra = estimate.window_s["P1 sample"]
+    yield (
+        f"dynamic sampling: at most {again.rounds} rounds, at {again.kept:.0%} of the groups kept "
+        f"{' + '.join(map(str, rounds))} prompts an engine; {extra:.1f} of {decode:.1f} s of decode come before the "
+        "last round, and no prefix beside them; KV cache and boundaries hold one round: no window needs more memory"
+    )
 
 
 def _fetches(module: Module, o: StateObject) -> int:

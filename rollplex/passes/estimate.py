@@ -46,6 +46,8 @@ def colocated_s(module: Module) -> float:
 class EstimatePass:
     """Evaluate equation 1: T = max(T_D + d_D, T_P) + T_post, plus the transfers that stay exposed.
 
+    Rounds of dynamic sampling before the last come before it: no prefix runs beside them.
+
     Job keys: `cluster`, `model`, `roles`, `workload`, `sharing`.
     """
 
@@ -59,10 +61,12 @@ class EstimatePass:
         exposed = residency.exposed_s
         line = window_seconds(module.job, schedule)
         after_another = line.decode_s + line.prefix_s + line.post_s + exposed
-        overlapped = max(line.decode_s + line.interference_s, line.overlap_s) + line.post_s + exposed
+        last = line.decode_s - line.sampling_s
+        beside = max(last + line.interference_s, line.overlap_s)
+        overlapped = line.sampling_s + beside + line.post_s + exposed
         step = overlapped if schedule.overlapped else after_another
         serial = colocated_s(module) + exposed if module.job.disaggregated else after_another
-        bound = max(0.0, min(line.prefix_s - line.interference_s, line.decode_s))
+        bound = max(0.0, min(line.prefix_s - line.interference_s, last))
         times = Times(
             decode_s=round(line.decode_s, 6),
             prefix_s=round(line.prefix_s, 6),

@@ -9,11 +9,12 @@
 `||` are the barriers rollout-complete and theta-quiet; `published` ends the iteration. A window is the unit of
 lifetime analysis; the trainer runs one window after the other, the rollout engine runs through those of phase P1.
 Several trained roles follow each other: .. | P2 train-critic | P2 train-actor || P3 update-critic | P3 update | ..
+With dynamic sampling `P1 sample` comes first: all rounds but the last, which alone runs beside prefixes of kept groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch.fx as fx
@@ -91,18 +92,19 @@ class Schedule:
         return "\n".join(f"{w.name:<24} {w.node}" for w in self.windows)
 
 
-def windows_of(calls: list[Call], ordered: list[Call], kind: str) -> list[Window]:
+def windows_of(calls: list[Call], ordered: list[Call], kind: str, rounds: int = 1) -> list[Window]:
     """The windows of a schedule; `ordered` are the scoring and training calls, frozen roles first where they may be.
 
     Prefixes of frozen roles come before those of trained ones, so that their weights leave early.
     """
     prefixes = sorted((c for c in calls if c.op == "prefix"), key=lambda c: c.trained)
     decode = Window("P1 decode", "P1", "decode", next(c.node for c in calls if c.op == "generate"), "")
+    before = [replace(decode, name="P1 sample")] if rounds > 1 else []
     if kind not in OVERLAPPED:
         behind = [w for c in ordered for w in _with_prefix(c, prefixes)]
-        return [decode, *behind, *_updates(calls)]
+        return [*before, decode, *behind, *_updates(calls)]
     early = [c for c in ordered if _in_p1(c)]
-    first = [*(_prefix(c, "P1") for c in prefixes), *(_work(c, "P1") for c in early)]
+    first = [*before, *(_prefix(c, "P1") for c in prefixes), *(_work(c, "P1") for c in early)]
     return [*first, decode, *(_work(c, "P2") for c in ordered if c not in early), *_updates(calls)]
 
 
@@ -159,7 +161,7 @@ class SchedulePass:
         graph, job = module.graph, module.job
         calls = model_calls(graph)
         check_calls(graph, calls, job.trained)
-        windows = windows_of(calls, in_order(graph, calls), job.schedule)
+        windows = windows_of(calls, in_order(graph, calls), job.schedule, len(job.sampled_per_engine))
         late, hosts = g.response_dependent(graph), g.find(graph, ops.host)
         early = frozenset(n.name for n in hosts if n not in late)
         return module.put(

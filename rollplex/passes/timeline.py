@@ -15,7 +15,8 @@ class Timeline:
     """Seconds of compute by window, without transfers; `overlap_s` is prefix time under the sharing policy.
 
     `compute` is each window's own work; `window` how long the window lasts, where decode runs beside the prefixes.
-    `idle_s` is the part of the decode window that the trainer's GPUs have free for transfers.
+    `idle_s` is the part of the decode windows that the trainer's GPUs have free for transfers. `sampling_s` is the part
+    of `decode_s` that no prefix may run beside: rounds of dynamic sampling before the last.
     """
 
     compute: dict[str, float]
@@ -26,23 +27,28 @@ class Timeline:
     overlap_s: float
     interference_s: float
     post_s: float
+    sampling_s: float = 0.0
 
 
 def window_seconds(job: Job, schedule: Schedule) -> Timeline:
     """The timeline of a job under a schedule."""
     windows, overlapped = schedule.windows, schedule.overlapped
-    decode, whole = _decode_s(job), {c.node for c in schedule.calls if c.op == "whole"}
-    compute = {w.name: decode if w.kind == "decode" else _window_s(job, w, w.node in whole) for w in windows}
-    prefix = sum(compute[w.name] for w in windows if w.kind == "prefix")
+    *rounds, decode = _decode_s(job)
+    sampling, whole = sum(rounds), {c.node for c in schedule.calls if c.op == "whole"}
+    compute = {w.name: 0.0 if w.kind == "decode" else _window_s(job, w, w.node in whole) for w in windows}
+    compute |= {"P1 sample": sampling, "P1 decode": decode} if rounds else {"P1 decode": decode}
+    early = [w.name for w in windows if w.kind == "prefix" or (w.kind == "score" and w.phase == "P1")]
+    prefix = sum(compute[name] for name in early)
     interference = min(decode, prefix) * INTERFERENCE_SHARE * _share(job) if overlapped else 0.0
-    post = sum(s for w, s in zip(windows, compute.values(), strict=True) if w.kind not in ("prefix", "decode"))
+    post = sum(compute[w.name] for w in windows if w.kind != "decode" and w.name not in early)
     beside = prefix / _share(job) if overlapped else prefix
     idle = max(0.0, decode + interference - beside) if overlapped else decode if job.disaggregated else 0.0
     window = dict(compute)
     if overlapped:
-        window |= {w.name: compute[w.name] / _share(job) for w in windows if w.kind == "prefix"}
-        window |= {w.name: idle for w in windows if w.kind == "decode"}
-    return Timeline(compute, window, idle, decode, prefix, beside, interference, post)
+        window |= {name: compute[name] / _share(job) for name in early}
+        window |= {"P1 decode": idle}
+    free = idle + sampling if overlapped or job.disaggregated else 0.0
+    return Timeline(compute, window, free, sampling + decode, prefix, beside, interference, post, sampling)
 
 
 def _share(job: Job) -> float:
@@ -50,9 +56,10 @@ def _share(job: Job) -> float:
     return job.sharing.share or 1.0
 
 
-def _decode_s(job: Job) -> float:
+def _decode_s(job: Job) -> list[float]:
+    """Seconds of every round of sampling."""
     weights = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
-    return Costs(job).decode_s(weights, job.rollout_tp, job.prompts_per_engine)
+    return [Costs(job).decode_s(weights, job.rollout_tp, prompts) for prompts in job.sampled_per_engine]
 
 
 def _window_s(job: Job, window: Window, whole: bool) -> float:
