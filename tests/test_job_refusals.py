@@ -134,9 +134,9 @@ RULES = {
         "job.yaml:14: tensor_parallel 8 does not divide the feed-forward width 100 (odd)",
     ),
     "a node": (
-        [("gpus_per_node: 8", "gpus_per_node: 4"), ("nodes: 1", "nodes: 2")],
-        "job.yaml:11: tensor_parallel 8 must divide the 4 GPUs of a node, inside which its links are fast\n"
-        "    try: tensor_parallel 1 or 2 or 4",
+        [("gpus_per_node: 8", "gpus_per_node: 6"), ("nodes: 1", "nodes: 4")],
+        "job.yaml:11: tensor_parallel 8 must divide the 6 GPUs of a node, or take whole nodes\n"
+        "    try: tensor_parallel 1 or 2",
     ),
     "stated data_parallel": (
         [(TRAIN_TP, "tensor_parallel: 8\n      data_parallel: 2\n    rollout")],

@@ -38,6 +38,7 @@ from rollplex.ir.job_schema import (
     named_model,
 )
 from rollplex.ir.models import ModelSpec, config_file, load_model, model_label, spec_from_config
+from rollplex.ir.shards import Degrees
 from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -196,7 +197,13 @@ class Job(Section):
 
     def data_parallel(self, role: str) -> int:
         """Copies of the role's model in its training or scoring engine."""
-        return self.train_gpus // self.trainer(role).tensor_parallel
+        return self.train_gpus // self.trainer(role).gpus_a_copy
+
+    def degrees(self, role: str) -> Degrees:
+        """How the training or scoring engine of a role cuts the model and its tokens, and repeats them."""
+        e = self.trainer(role)
+        dp = self.data_parallel(role)
+        return Degrees(e.tensor_parallel, e.pipeline_parallel, e.context_parallel, e.expert_parallel, dp)
 
     @property
     def train_tp(self) -> int:
@@ -214,6 +221,11 @@ class Job(Section):
     def q(self) -> int:
         """Training ranks that share one rollout shard: TP of training over TP of rollout; 0 where none is shared."""
         return 0 if self.disaggregated else self.train_tp // self.rollout_tp
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the policy's trainer: a rollout shard gathers the layers of all of them."""
+        return self.trainer(self.policy).pipeline_parallel
 
     @property
     def engines(self) -> int:
@@ -314,7 +326,7 @@ def _parameters(count: int) -> str:
 
 
 def _engine(section: Any) -> str:
-    return f"{section.engine} TP{section.tensor_parallel}"
+    return f"{section.engine} {section.degrees}"
 
 
 def _first_word(text: str) -> tuple[str, str]:

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, cast
 
 from rollplex.ir.engines import Work, can, engine, engine_names
-from rollplex.ir.errors import JobError, PluginError, Problem
+from rollplex.ir.errors import JobError, PluginError
+from rollplex.ir.findings import Finding, KeyPath
+from rollplex.ir.parallel_checks import degrees, parallel_notes
 from rollplex.ir.sizes import pretty
 
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
     from rollplex.ir.job_schema import ModelChoice, Parallel, RoleModel
 
-KeyPath = tuple[str | int, ...]
-
 WORK: tuple[Work, ...] = ("train", "score", "rollout")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something wrong: the key to point at, and the other keys that the rule read."""
-
-    path: KeyPath
-    what: str
-    hint: str = ""
-    uses: tuple[KeyPath, ...] = ()
-
-    def problem(self, where: str) -> Problem:
-        """The finding as the user sees it."""
-        return Problem(self.what, where, self.hint)
 
 
 def check_job(job: Job) -> tuple[Finding, ...]:
@@ -43,7 +28,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     findings += [*_workload(job), *_sharing(job), *_chunks(job)]
     findings += bad_pools
     if not no_model:
-        findings += [*_degrees(job), *_visual(job)]
+        findings += [*(f for path, section in _sections(job) for f in degrees(job, path, section)), *_visual(job)]
     if not bad_roles and not bad_pools:
         findings += [*_ratio(job), *_batches(job)]
     if not findings:
@@ -53,12 +38,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
 
 def job_notes(job: Job) -> tuple[str, ...]:
     """What is legal but worth knowing: repeated KV heads, a capacity that no log confirms."""
-    notes = []
-    for path, section in _sections(job):
-        heads = job.spec_of(str(path[1])).kv_heads
-        if section.tensor_parallel > heads:
-            times = section.tensor_parallel // heads
-            notes.append(f"{'.'.join(map(str, path))}: each of the {heads} KV heads is held {times} times")
+    notes = [note for path, section in _sections(job) for note in parallel_notes(job, path, section)]
     if job.cluster.rollout_gpus is not None and not job.disaggregated:
         notes.append(f"cluster.rollout_gpus has no effect: {job.schedule} runs every engine on all {job.gpus} GPUs")
     if job.cluster.capacity_gib is None and job.device.logged_usable_gib is None:
@@ -198,38 +178,7 @@ def _whole_groups(job: Job, path: KeyPath, section: Parallel) -> Iterator[Findin
         yield Finding((*path, "tensor_parallel"), what, hint, (_POOL, *_POOLS))
 
 
-# ---- degrees
-
-
-def _degrees(job: Job) -> Iterator[Finding]:
-    for path, section in _sections(job):
-        yield from _tensor_parallel(job, (*path, "tensor_parallel"), section.tensor_parallel)
-        yield from _data_parallel(job, path, section)
-
-
-def _tensor_parallel(job: Job, path: KeyPath, tp: int) -> Iterator[Finding]:
-    spec, per_node = job.spec_of(str(path[1])), job.cluster.gpus_per_node
-    legal = [t for t in spec.legal_tp() if per_node % t == 0]
-    hint = "tensor_parallel " + " or ".join(map(str, legal))
-    for obstacle in spec.tp_obstacles(tp):
-        what = f"tensor_parallel {tp} does not divide {obstacle} ({spec.name})"
-        if "attention heads" in obstacle:
-            what += "; by heads alone " + ", ".join(map(str, spec.tp_by_heads())) + " would do"
-        yield Finding(path, what, hint, (("model",),))
-    if per_node % tp:
-        what = f"tensor_parallel {tp} must divide the {per_node} GPUs of a node, inside which its links are fast"
-        yield Finding(path, what, hint, (("cluster", "gpus_per_node"),))
-
-
-def _data_parallel(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
-    stated = getattr(section, "data_parallel", None)
-    tp, gpus = section.tensor_parallel, job.train_gpus
-    if stated is not None and gpus > 0 and stated * tp != gpus:
-        who = "training pool" if job.disaggregated else "cluster"
-        what = f"data_parallel {stated} x tensor_parallel {tp} is {stated * tp}, but the {who} has {gpus} GPUs"
-        hint = f"data_parallel {gpus // tp}, or leave it out" if gpus % tp == 0 else ""
-        uses = ((*path, "tensor_parallel"), ("cluster", "nodes"), ("cluster", "gpus_per_node"), _POOL)
-        yield Finding((*path, "data_parallel"), what, hint, uses)
+# ---- sharing weights
 
 
 def _ratio(job: Job) -> Iterator[Finding]:

@@ -16,12 +16,14 @@ from pydantic import (
 )
 
 from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB
+from rollplex.ir.shards import Degrees
 from rollplex.ir.sizes import Gb, Gib, gib_to_nbytes
 
 DType = Literal["bfloat16", "float32", "float64"]
 Schedule = Literal["serial", "rollplex", "naive", "disaggregated"]
 Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "weight_sharing"]
 Part = Literal["vision", "language"]
+Recompute = Literal["none", "selective", "full"]
 LayoutOrder = Literal["stock", "reindex", "auto"]
 
 
@@ -145,7 +147,12 @@ class Parallel(Section):
     """What any engine states: its name and how many GPUs hold one copy of the model."""
 
     engine: str
-    tensor_parallel: Count = Field(default=1, description="GPUs that hold one copy of the model")
+    tensor_parallel: Count = Field(default=1, description="GPUs that every tensor is cut over")
+
+    @property
+    def degrees(self) -> str:
+        """`TP8 PP2`: how the model is cut."""
+        return f"TP{self.tensor_parallel}"
 
 
 class Train(Parallel):
@@ -154,8 +161,31 @@ class Train(Parallel):
     engine: str = Field(default="megatron", description="megatron, host, or one that a package adds")
     sequence_parallel: bool = Field(default=True, description="cut activations between the tensor-parallel regions too")
     data_parallel: Count | None = Field(
-        default=None, description="copies of the model; null derives GPUs / tensor_parallel"
+        default=None, description="copies of the model; null derives GPUs / (tensor x pipeline x context parallel)"
     )
+    pipeline_parallel: Count = Field(default=1, description="stages that the layers are dealt out to; must divide them")
+    context_parallel: Count = Field(default=1, description="ranks that one sequence's tokens are dealt out to")
+    expert_parallel: Count = Field(
+        default=1, description="ranks that the experts are dealt out to, among the data x context parallel ones"
+    )
+    distributed_optimizer: bool = Field(
+        default=False, description="megatron: cut master weights and moments over the data x context parallel ranks"
+    )
+    make_vocab_size_divisible_by: Count | None = Field(
+        default=None,
+        description="megatron: rows of embedding and head are a multiple of this x tensor_parallel; null takes vLLM's",
+    )
+
+    @property
+    def gpus_a_copy(self) -> int:
+        """GPUs that hold one copy of the model."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def degrees(self) -> str:
+        """`TP8 PP2`: how the model and its tokens are cut."""
+        tp, pp, cp, ep = self.tensor_parallel, self.pipeline_parallel, self.context_parallel, self.expert_parallel
+        return str(Degrees(tp, pp, cp, ep))
 
 
 class Score(Train):
@@ -198,8 +228,12 @@ class Role(Section):
     freeze: Annotated[tuple[Part, ...], AfterValidator(_distinct)] = Field(
         default=(), description="parts that are not trained"
     )
-    recompute: Literal["none", "full"] = Field(
-        default="full", description="activations of suffix and backward: keep, or redo"
+    recompute: Recompute = Field(
+        default="full",
+        description="activations of suffix and backward: keep, redo whole layers, or (selective) the core of attention",
+    )
+    attention: Literal["flash", "unfused"] = Field(
+        default="flash", description="flash attention, or one that keeps a score for every pair of tokens"
     )
     prefix_saved: Literal["auto", "host", "hbm", "dropped"] = Field(
         default="auto",

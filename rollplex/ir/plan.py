@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from rollplex.ir.errors import PlanError, Problem
 from rollplex.ir.planned_layout import LayoutSummary
+from rollplex.ir.processes import ProcessKind
 from rollplex.ir.steps import Flag, Number, Seconds, Step, Strict, Whole
 from rollplex.ir.textfile import read_text
 
@@ -175,23 +176,6 @@ class Infeasible(Strict):
     shortfall_bytes: Whole
     objects: tuple[ObjectBytes, ...]
     remedies: tuple[Remedy, ...]
-
-
-class ProcessKind(Strict):
-    """Processes that run one program: one a rank, placed on GPUs in rank order."""
-
-    engine: str
-    pool: str = Field(default="", description="the pool of summary.pools that it runs on; the controller has no GPU")
-    ranks: Whole
-    tensor_parallel: Whole = 1
-    data_parallel: Whole = 1
-    role_data_parallel: dict[str, Whole] = Field(
-        default_factory=dict, description="copies of a role's model, where they are not `data_parallel`"
-    )
-
-    def copies(self, role: str) -> int:
-        """Data-parallel copies of a role's model."""
-        return self.role_data_parallel.get(role, self.data_parallel)
 
 
 class NodeRecord(Strict):

@@ -63,24 +63,24 @@ def rank_numel(spec: ModelSpec, tensor: Tensor, degrees: Degrees) -> int:
 
 
 @lru_cache(maxsize=512)
-def stage_parameters(spec: ModelSpec, degrees: Degrees, stage: int, part: Part | None = None) -> tuple[int, int]:
-    """Elements that a rank of a stage holds: dense ones, and of experts."""
+def stage_parameters(spec: ModelSpec, degrees: Degrees, stage: int, part: Part) -> tuple[int, int]:
+    """Elements that a rank of a stage holds of a part: dense ones, and of experts."""
     dense = experts = 0
     for tensor in spec.tensors():
         copied = spec.tied and degrees.pp > 1 and tensor.kind == "embed" and stage == degrees.pp - 1
-        if part not in (None, tensor.part) or not (copied or stage_of(spec, tensor, degrees.pp) == stage):
+        if part != tensor.part or not (copied or stage_of(spec, tensor, degrees.pp) == stage):
             continue
         numel = rank_numel(spec, tensor, degrees)
         dense, experts = (dense, experts + numel) if tensor.kind in EXPERTS else (dense + numel, experts)
     return dense, experts
 
 
-def rank_parameters(spec: ModelSpec, degrees: Degrees, part: Part | None = None) -> int:
-    """Parameters of a part, or of the whole model, on the rank that holds most."""
-    return max(sum(stage_parameters(spec, degrees, stage, part)) for stage in range(degrees.pp))
+def rank_parameters(spec: ModelSpec, degrees: Degrees, *parts: Part) -> int:
+    """Parameters of these parts together on the rank that holds most of them."""
+    return max(sum(sum(stage_parameters(spec, degrees, stage, p)) for p in parts) for stage in range(degrees.pp))
 
 
-def owned_parameters(spec: ModelSpec, degrees: Degrees, parts: tuple[Part, ...]) -> int:
+def owned_parameters(spec: ModelSpec, degrees: Degrees, *parts: Part) -> int:
     """Parameters whose optimizer state a rank keeps when that state is cut over all ranks that repeat them.
 
     Dense parameters are repeated dp x cp times, an expert's dp x cp / ep times.
@@ -90,5 +90,5 @@ def owned_parameters(spec: ModelSpec, degrees: Degrees, parts: tuple[Part, ...])
 
 def _owned(spec: ModelSpec, degrees: Degrees, parts: tuple[Part, ...], stage: int) -> int:
     held = [stage_parameters(spec, degrees, stage, part) for part in parts]
-    dense, experts = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
+    dense, experts = sum(h[0] for h in held), sum(h[1] for h in held)
     return -(-dense // degrees.replicas) + -(-experts * degrees.ep // degrees.replicas)

@@ -115,11 +115,14 @@ class Barrier(_Step):
 
 
 class Exchange(_Step):
-    """A collective over a group of ranks: `all_reduce` of gradients (dp) or in-place `all_gather` of slabs (q)."""
+    """A collective over a group of ranks: gradients are reduced over `dp`, slabs of a rollout shard gathered over `q`.
+
+    Where each replica updates a share, gradients are scattered (`reduce_scatter`) and new weights gathered over `dp`.
+    """
 
     kind: Literal["exchange"] = "exchange"
     group: str
-    op: Literal["all_reduce", "all_gather"]
+    op: Literal["all_reduce", "reduce_scatter", "all_gather"]
     object: Name
     nbytes: Whole = Field(description="bytes a GPU receives")
 

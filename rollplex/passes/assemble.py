@@ -73,6 +73,11 @@ def processes(job: Job) -> dict[str, ProcessKind]:
             tensor_parallel=trainer.tensor_parallel,
             data_parallel=dp,
             role_data_parallel={r: job.data_parallel(r) for r in job.roles if job.data_parallel(r) != dp},
+            role_replicas={r: d.replicas for r in job.roles if (d := job.degrees(r)).replicas != d.dp},
+            pipeline_parallel=trainer.pipeline_parallel,
+            context_parallel=trainer.context_parallel,
+            expert_parallel=trainer.expert_parallel,
+            distributed_optimizer=tuple(r for r in job.trained if job.trainer(r).distributed_optimizer),
         ),
         "rollout": ProcessKind(
             engine=rollout.engine,
@@ -90,6 +95,7 @@ def not_executable(module: Module) -> tuple[str, ...]:
     engines = {job.trainer(name).engine for name in job.roles}
     engines |= {r.rollout.engine for r in job.roles.values() if r.rollout}
     found = [f"engine {e}" for e in sorted(engines) if not load_facts(e).runs]
+    found += [f"{role} {what}" for role in job.roles for what in unrun_features(job, role)]
     if job.gpus > 1:
         found.append(f"{job.gpus} GPUs: the host backend runs one training and one rollout rank")
     if job.schedule in ("naive", "disaggregated") or job.ablate:
@@ -118,6 +124,16 @@ def _of_calls(schedule: Schedule) -> Iterator[str]:
             yield f"host function %{host} runs before the rollout"
     if "P1 sample" in schedule.names():
         yield "dynamic sampling: backends sample every prompt once a step"
+
+
+def unrun_features(job: Job, role: str) -> tuple[str, ...]:
+    """Features of a role's trainer that no runtime has, whatever its engine."""
+    section, part = job.trainer(role), job.roles[role]
+    degrees = ("pipeline_parallel", "context_parallel", "expert_parallel")
+    found = [f"{name} {getattr(section, name)}" for name in degrees if getattr(section, name) > 1]
+    found += ["distributed_optimizer"] if section.distributed_optimizer else []
+    found += ["recompute selective"] if part.recompute == "selective" else []
+    return (*found, *(["attention unfused"] if part.attention == "unfused" else []))
 
 
 # ---- summary

@@ -47,7 +47,7 @@ from rollplex.passes.update_sizes import (
     workspace_bytes_per_element,
     workspace_name,
 )
-from rollplex.passes.work import trained_parameters
+from rollplex.passes.work import updated_parameters
 
 ALIGN = 64
 """Chunks begin at multiples of this many elements, so that vector kernels see the same lanes for any chunk size."""
@@ -112,7 +112,7 @@ def _data(module: Module, role: str, windows: tuple[str, ...], choices: tuple[Si
     (update,) = schedule.names("update", role=role)
     state = [f"{role}.{name}" for name in ("master", "moments", "gradients")]
     at_host = [o.nbytes for o in lifetimes.objects if o.name in state and residency.place(o.name, update) == "host"]
-    parameters = trained_parameters(job, role)
+    parameters = updated_parameters(job, role)
     return Data(
         parameters=parameters,
         in_flight=chunks_in_flight(job, role) if at_host else 1,
@@ -297,7 +297,7 @@ def whole_update(job: Job, smallest: SizeChoice, others: tuple[str, ...]) -> Chu
     """One chunk a role over resident state: what the schedule without a chunked optimizer does."""
 
     def whole(role: str) -> OptimizerChunks:
-        parameters = trained_parameters(job, role)
+        parameters = updated_parameters(job, role)
         nbytes = parameters * chunk_bytes_per_element(job)
         return OptimizerChunks(count=1, elements=parameters, bytes=nbytes, workspace_bytes=0)
 

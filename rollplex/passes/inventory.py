@@ -27,6 +27,7 @@ from rollplex.passes.work import (
     shares_tower,
     trained_parameters,
     trains_vision,
+    updated_parameters,
     whole_call,
 )
 
@@ -99,11 +100,11 @@ class Inventory(WeightRows):
 
     def _boundary(self, call: Call) -> StateObject:
         job, work = self.job, role_work(self.job, call.role)
-        token, prompts = work.spec.kv_bytes_per_token(work.tp, job.itemsize), job.prompts_of(call.role)
+        prompts = job.prompts_of(call.role)
         windows = self.role_windows(call.role, "prefix", "train" if call.trained else "score")
         return StateObject(
             f"{call.role}.boundary", f"{call.role} boundary KV", "boundary", call.role,
-            prompts * job.workload.prompt_tokens * token, self.uses(windows), produced=windows[0],
+            prompts * work.local(work.prompt_tokens) * work.kv_bytes, self.uses(windows), produced=windows[0],
             slots=prompts, attached=call.trained, always=self.naive,
             why="kept in HBM until its suffix has used it",
         )  # fmt: skip
@@ -181,13 +182,14 @@ class Inventory(WeightRows):
     # ---- update
 
     def _update(self, role: str) -> Iterator[StateObject]:
-        job, size, parameters = self.job, state_itemsize(self.job), trained_parameters(self.job, role)
+        job, size, parameters = self.job, state_itemsize(self.job), updated_parameters(self.job, role)
         update, train = self.role_windows(role, "update"), self.role_windows(role, "train")
         kept, whole = self.off("state_offload"), self.off("chunked_optimizer")
         options: frozenset[Residency] = frozenset({"hbm"} if kept else {"hbm", "host"})
         uses = self.uses(update, "hbm" if whole else "stream")
         yield StateObject(
-            f"{role}.gradients", f"{role} FP{8 * size} gradients", "phase-local", role, parameters * size,
+            f"{role}.gradients", f"{role} FP{8 * size} gradients", "phase-local", role,
+            trained_parameters(job, role) * size,
             {**self.uses(train), **uses}, produced=train[0], always=self.naive, options=options,
             why="accumulated over prompt groups, consumed chunk by chunk",
         )  # fmt: skip

@@ -9,6 +9,7 @@ from rollplex.backends.facts import EngineFacts, load_facts
 from rollplex.ir.job import Job
 from rollplex.passes.schedule import Kind, Schedule
 from rollplex.passes.state import Use
+from rollplex.passes.work import held_parameters
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,7 @@ class Rows:
 
     def language_bytes(self, role: str) -> int:
         """Language weights of a role on one rank of its training or scoring engine."""
-        tp = self.job.trainer(role).tensor_parallel
-        return self.job.spec_of(role).rank_parameters(tp, "language") * self.job.itemsize
+        return held_parameters(self.job, role, "language") * self.job.itemsize
 
     def whole(self, role: str) -> bool:
         """Whether the role's call is not split into prefix and suffix."""

@@ -40,11 +40,11 @@ class WeightRows(Rows):
         shared = self.shared
         decode = self.schedule.decode_windows if shared else ()
         reading = (*decode, *self.role_windows(role, "prefix", "train", "update", "publish"))
-        tp, dtype = job.rollout_tp if shared else job.train_tp, self.dtype
+        dtype, rollout_shard = self.dtype, job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
         readers = ("rollout",) if shared else ()
         yield StateObject(
             f"{role}.snapshot", f"{role} {dtype} {'snapshot' if shared else 'weights'}", "regenerable", role,
-            job.spec.rank_parameters(tp, "language") * job.itemsize, self.uses(reading),
+            rollout_shard if shared else self.language_bytes(role), self.uses(reading),
             readers=readers, always=True,
             why=f"{'one copy for both engines, ' if shared else ''}rewritten chunk by chunk in P3",
         )  # fmt: skip
@@ -61,8 +61,7 @@ class WeightRows(Rows):
                 readers=readers, always=True, why="tensors whose row order the engines cannot share",
             )  # fmt: skip
             return
-        copy = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
-        for name, nbytes in (("weights", copy), ("vision", vision)):
+        for name, nbytes in (("weights", rollout_shard), ("vision", vision)):
             sent = name == "weights" or trains_vision(job, role)
             yield StateObject(
                 f"rollout.{name}", f"rollout {dtype} weights" if name == "weights" else "rollout vision tower",

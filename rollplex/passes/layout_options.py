@@ -17,6 +17,7 @@ from typing import Literal
 from rollplex.backends.facts import Block, EngineFacts, load_facts
 from rollplex.ir.job import Job
 from rollplex.ir.models import Tensor
+from rollplex.ir.shards import EXPERTS
 from rollplex.passes.layout_costs import LayoutCosts
 from rollplex.passes.slabs import missing, parts, same_rows, slabs
 
@@ -145,10 +146,23 @@ class Options:
             orders = self.orders(name)
             gives, gets = orders.traffic
             rows = sum(b.stop - b.start for b in orders.rollout[0])
-            options = self.fused(name, orders, nbytes)
-            return WeightClass(name, tensors, nbytes, options, pieces, nbytes * gives // rows, nbytes * gets // rows)
-        others = nbytes * (job.q - 1) // job.q if tensors[0].axis is not None else 0
-        return WeightClass(name, tensors, nbytes, self.plain(name, tensors[0], nbytes), pieces, others, others)
+            options, sends, gets = self.fused(name, orders, nbytes), nbytes * gives // rows, nbytes * gets // rows
+        else:
+            options = self.plain(name, tensors[0], nbytes)
+            sends = gets = nbytes * (job.q - 1) // job.q if tensors[0].axis is not None else 0
+        return WeightClass(name, tensors, nbytes, options, pieces, *self._gathered(tensors[0], nbytes, sends, gets))
+
+    def _gathered(self, tensor: Tensor, nbytes: int, sends: int, gets: int) -> tuple[int, int]:
+        """What a GPU sends and receives where its training rank has one stage's layers and one rank's experts only.
+
+        Embedding and head come from the first and the last stage: a GPU of another has nothing of them.
+        """
+        degrees = self.job.degrees(self.job.policy)
+        ways = degrees.pp * (degrees.ep if tensor.kind in EXPERTS else 1)
+        own = (nbytes - gets) // ways
+        if ways == 1:
+            return sends, gets
+        return sends // ways + own * (ways - 1), nbytes if tensor.layer is None else nbytes - own
 
     def orders(self, name: str) -> Orders:
         """Both engines' row orders of a fused weight."""

@@ -16,7 +16,7 @@ from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THET
 from rollplex.passes.schedule import Call, Window
 from rollplex.passes.state import Lifetimes
 from rollplex.passes.update_sizes import workspace_name
-from rollplex.passes.work import trained_parameters, trains_vision
+from rollplex.passes.work import trained_parameters, trains_vision, updated_parameters
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,10 @@ class TrainProgram(Context):
             if self._call(window).op == "suffix":
                 yield self._prefix_backward(window, m)
         gradients = f"{role}.gradients"
-        if job.data_parallel(role) > 1:
+        if job.degrees(role).replicas > 1:
             nbytes = self.module[Lifetimes][gradients].nbytes
-            yield Exchange(window=at, group="dp", op="all_reduce", object=gradients, nbytes=nbytes)
+            op = "reduce_scatter" if job.trainer(role).distributed_optimizer else "all_reduce"
+            yield Exchange(window=at, group="dp", op=op, object=gradients, nbytes=nbytes)
         norm = "norm" if role == self.policy else f"{role}.norm"
         update = self.schedule.call("update", role)
         assert update is not None
@@ -164,7 +165,7 @@ class TrainProgram(Context):
     def _update(self, window: Window) -> Iterator[Step]:
         job, role, at = self.module.job, window.role, window.name
         chunks = self.module[Chunks].summary.of(role)
-        total = trained_parameters(job, role)
+        total = updated_parameters(job, role)
         state = (f"{role}.gradients", f"{role}.master", f"{role}.moments")
         tower = (f"{role}.vision",) if trains_vision(job, role) else ()
         workspace = workspace_name(job, role)
@@ -176,6 +177,9 @@ class TrainProgram(Context):
                 writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, workspace, *state[1:]),
                 streams=self.placed(at, "host", *state),
             )  # fmt: skip
+        if others := trained_parameters(job, role) - total:  # each replica updated a share
+            nbytes = others * job.itemsize
+            yield Exchange(window=at, group="dp", op="all_gather", object=f"{role}.snapshot", nbytes=nbytes)
         if role != self.policy:  # nobody else reads it: there is nothing to exchange or rebuild
             yield Publish(window=at, object=f"{role}.snapshot")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rollplex.ir.job import Job
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
 from rollplex.passes.schedule import Schedule, Window
-from rollplex.passes.work import role_work, trained_parameters
+from rollplex.passes.work import role_work, trained_parameters, updated_parameters
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ def _decode_s(job: Job) -> list[float]:
 
 def _window_s(job: Job, window: Window, whole: bool) -> float:
     costs, work, prompts = Costs(job), role_work(job, window.role), job.prompts_of(window.role)
-    parameters = trained_parameters(job, window.role) if window.kind in ("update", "publish") else 0
     match window.kind:
         case "prefix":
             return costs.prefix_s(work, prompts)
@@ -73,6 +72,7 @@ def _window_s(job: Job, window: Window, whole: bool) -> float:
         case "train":
             return costs.train_s(work, prompts, whole)
         case "update":
-            return costs.adam_s(parameters)
+            return costs.adam_s(updated_parameters(job, window.role))
         case _:
-            return costs.refresh_s() if job.disaggregated else costs.exchange_s(parameters * job.itemsize * (job.q - 1))
+            received = trained_parameters(job, window.role) * (job.q * job.stages - 1) * job.itemsize
+            return costs.refresh_s() if job.disaggregated else costs.exchange_s(received)

@@ -8,6 +8,7 @@ from rollplex.backends.facts import Work
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
 from rollplex.ir.models import Part
+from rollplex.ir.shards import Degrees, owned_parameters, rank_parameters
 from rollplex.ir.sizes import gib_to_nbytes
 
 MIB = 2**20
@@ -38,6 +39,12 @@ def role_work(job: Job, role: str) -> Work:
         responses=job.group,
         response_tokens=job.workload.response_tokens,
         vision_grad=spec.vision is not None and trains_vision(job, role),
+        pp=engine.pipeline_parallel,
+        cp=engine.context_parallel,
+        ep=engine.expert_parallel,
+        recompute_attention=job.roles[role].recompute == "selective",
+        unfused=job.roles[role].attention == "unfused",
+        steps=job.workload.prompts // max(1, job.data_parallel(role)),
     )
 
 
@@ -55,10 +62,14 @@ def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
     if process == "rollout":
         found = [("tp", job.rollout_tp), *apart]
     else:
-        found = [("tp", job.trainer(role).tensor_parallel) for role in job.roles]
-        found += [("dp", job.data_parallel(role)) for role in job.trained]
-        found += [("q", job.q if shared else 1), *apart]
+        found = [group for role in job.roles for group in _model_groups(job.degrees(role))]
+        found += [("dp", job.degrees(role).replicas) for role in job.trained]
+        found += [("q", job.q * job.stages if shared else 1), *apart]
     return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
+
+
+def _model_groups(d: Degrees) -> list[tuple[str, int]]:
+    return [("tp", d.tp), ("pp", d.pp), ("cp", d.cp), ("ep", d.ep)]
 
 
 def process_bytes(job: Job, groups: tuple[str, ...]) -> int:
@@ -71,7 +82,18 @@ def process_bytes(job: Job, groups: tuple[str, ...]) -> int:
 
 def one_response(work: Work, responses: int = 1) -> Work:
     """The same work on fewer responses."""
-    return replace(work, responses=responses)
+    return replace(work, responses=responses, steps=work.steps * work.responses // responses)
+
+
+def held_parameters(job: Job, role: str, part: Part) -> int:
+    """Parameters of a part on a rank of the role's training or scoring engine, of the stage with most."""
+    return rank_parameters(job.spec_of(role), job.degrees(role), part)
+
+
+def trained_parts(job: Job, role: str) -> tuple[Part, ...]:
+    """Parts of a trained role that are not frozen."""
+    parts: tuple[Part, ...] = ("language", "vision")
+    return tuple(p for p in parts if p not in job.roles[role].freeze)
 
 
 def whole_call(work: Work) -> Work:
@@ -80,10 +102,15 @@ def whole_call(work: Work) -> Work:
 
 
 def trained_parameters(job: Job, role: str) -> int:
-    """Parameters a training rank updates."""
-    tp, frozen = job.trainer(role).tensor_parallel, job.roles[role].freeze
-    parts: tuple[Part, ...] = ("language", "vision")
-    return sum(job.spec_of(role).rank_parameters(tp, part) for part in parts if part not in frozen)
+    """Parameters a training rank has gradients for."""
+    return rank_parameters(job.spec_of(role), job.degrees(role), *trained_parts(job, role))
+
+
+def updated_parameters(job: Job, role: str) -> int:
+    """Parameters whose master weights and moments a rank keeps: all it trains, or its share of them."""
+    if not job.trainer(role).distributed_optimizer:
+        return trained_parameters(job, role)
+    return owned_parameters(job.spec_of(role), job.degrees(role), *trained_parts(job, role))
 
 
 def shares_tower(job: Job, role: str) -> bool:

@@ -15,17 +15,31 @@ from rollplex.ir.steps import Exchange, Publish, Rebuild
 
 
 def exchange(u: Update) -> Iterator[Violation]:
-    """The ranks of a rollout shard gather each other's pieces of the shared snapshot, where one rank has not all."""
+    """The ranks of a rollout shard gather each other's pieces of the shared snapshot, replicas' shares of it first."""
     layout, name = u.facts.plan.summary.layout, u.snapshot
-    alone = layout.q <= 1 and not layout.exchange_bytes_per_gpu
-    if name is None or alone or not u.facts.objects[name].readers:
+    if name is None:
         return
-    found = [at for at in u.refreshed(name) if isinstance(at.step, Exchange) and at.index > u.last]
+    gathers = [at for at in u.refreshed(name) if isinstance(at.step, Exchange) and at.index > u.last]
+    if u.sharded:
+        yield from _of_replicas(u, name, gathers)
+        gathers = gathers[1:]
+    alone = layout.q <= 1 and not layout.exchange_bytes_per_gpu and not u.in_pieces
+    if alone or not u.facts.objects[name].readers:
+        return
+    found = gathers
     if len(found) != 1:
         what = f"{name} is gathered {len(found)} times after the last chunk"
         yield Violation("missing-exchange", what, u.chunks[-1][0], name, layout.exchange_bytes_per_gpu)
     for at in found:
         yield from _of_layout(at, layout.exchange_bytes_per_gpu)
+
+
+def _of_replicas(u: Update, name: str, gathers: list[At]) -> Iterator[Violation]:
+    """Each replica updated a share: the first gather after the last chunk is over all of them."""
+    first = gathers[0].step if gathers else None
+    if not isinstance(first, Exchange) or first.group != "dp":
+        what = f"{name} holds new weights of one replica's share only: they are not gathered over group dp"
+        yield Violation("missing-exchange", what, u.chunks[-1][0], name)
 
 
 def _of_layout(at: At, nbytes: int) -> Iterator[Violation]:
@@ -145,12 +159,13 @@ def tensor_parallel(facts: Facts) -> Iterator[Violation]:
 
 
 def ranks(facts: Facts) -> Iterator[Violation]:
-    """Ranks are TP x DP: what says how many copies of a gradient there are to reduce."""
+    """Ranks are TP x PP x CP x DP: what says how many copies of a gradient there are to reduce."""
     for name, kind in facts.plan.processes.items():
-        if kind.ranks != kind.tensor_parallel * kind.data_parallel:
-            what = f"{kind.ranks} ranks are not TP {kind.tensor_parallel} x DP {kind.data_parallel}"
-            yield Violation("layout", what, where=name)
-        for role, copies in kind.role_data_parallel.items():
+        tp, pp, cp, dp = kind.tensor_parallel, kind.pipeline_parallel, kind.context_parallel, kind.data_parallel
+        if kind.ranks != tp * pp * cp * dp:
+            more = f" x PP {pp} x CP {cp}" if pp * cp > 1 else ""
+            yield Violation("layout", f"{kind.ranks} ranks are not TP {tp}{more} x DP {dp}", where=name)
+        for role, copies in (*kind.role_data_parallel.items(), *kind.role_replicas.items()):
             if copies < 1 or kind.ranks % copies:
                 yield Violation("layout", f"{kind.ranks} ranks do not hold {copies} copies of {role}", where=name)
 

@@ -31,6 +31,18 @@ class Update:
         return self.chunks[0][0].process
 
     @property
+    def sharded(self) -> bool:
+        """Whether each replica updates a share of the parameters only."""
+        kind = self.facts.plan.processes[self.process]
+        return self.role in kind.distributed_optimizer and kind.replicas(self.role) > 1
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether a training rank holds some layers or experts only."""
+        kind = self.facts.plan.processes[self.process]
+        return kind.pipeline_parallel * kind.expert_parallel > 1
+
+    @property
     def last(self) -> int:
         """The place of the last chunk."""
         return self.chunks[-1][0].index
@@ -82,10 +94,14 @@ def chunks(u: Update) -> Iterator[Violation]:
 
 
 def _whole(u: Update) -> Iterator[Violation]:
-    """The last chunk ends where the gradients end; their bytes are rounded up to pages of at most 2 MiB."""
+    """The last chunk ends where the gradients end; their bytes are rounded up to pages of at most 2 MiB.
+
+    Where a replica updates a share, it ends where the smallest permanent state ends: one element a parameter.
+    """
     at, chunk = u.chunks[-1]
     itemsize = state_itemsize(u.facts)
-    for name in u.facts.gradients(u.role):
+    kept = sorted(u.facts.permanent(u.role), key=lambda name: u.facts.objects[name].bytes)
+    for name in kept[:1] if u.sharded else u.facts.gradients(u.role):
         rest = u.facts.objects[name].bytes - chunk.stop * itemsize
         if rest < 0:
             yield Violation("chunk-cover", f"element {chunk.stop - 1} lies beyond the end of {name}", at, name)
@@ -153,16 +169,17 @@ def gradients(u: Update) -> Iterator[Violation]:
 
 def _reduced(u: Update, backward: At, norm: At) -> Iterator[Violation]:
     kind = u.facts.plan.processes[u.process]
-    for name in u.facts.gradients(u.role) if kind.copies(u.role) > 1 else ():
+    for name in u.facts.gradients(u.role) if kind.replicas(u.role) > 1 else ():
         found = [a for a in u.facts.steps(u.process) if isinstance(a.step, Exchange) and a.step.object == name]
-        inside = [a for a in found if _reduces(a.step) and backward.index < a.index < norm.index]
+        op = "reduce_scatter" if u.sharded else "all_reduce"
+        inside = [a for a in found if _reduces(a.step, op) and backward.index < a.index < norm.index]
         if len(inside) != 1 or len(found) != 1:
             what = f"{name} is reduced {len(inside)} times between the last backward and its norm"
             yield Violation("missing-exchange", what, norm, name, u.facts.objects[name].bytes)
 
 
-def _reduces(step: Step) -> bool:
-    return isinstance(step, Exchange) and (step.op, step.group) == ("all_reduce", "dp")
+def _reduces(step: Step, op: str) -> bool:
+    return isinstance(step, Exchange) and (step.op, step.group) == (op, "dp")
 
 
 CHECKS: tuple[Callable[[Update], Iterator[Violation]], ...] = (chunks, sizes, chunk_state, gradients)

@@ -1,0 +1,135 @@
+"""Which degrees of parallelism an engine can have: rules on tensor, pipeline, context, expert and data parallelism.
+
+job.yaml:11: tensor_parallel 8 does not divide the 28 attention heads (Qwen2.5-VL-7B); by heads alone 1, 2, 4 would do
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rollplex.ir.findings import Finding, KeyPath
+from rollplex.ir.job_schema import Train
+
+if TYPE_CHECKING:
+    from rollplex.ir.job import Job
+    from rollplex.ir.job_schema import Parallel
+
+_GPUS: tuple[KeyPath, ...] = (("cluster", "nodes"), ("cluster", "gpus_per_node"), ("cluster", "rollout_gpus"))
+
+
+def degrees(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
+    """Everything wrong with the degrees of one engine section."""
+    yield from _tensor_parallel(job, (*path, "tensor_parallel"), section.tensor_parallel)
+    if not isinstance(section, Train):
+        return
+    yield from _stages(job, path, section)
+    yield from _experts(job, path, section)
+    yield from _data_parallel(job, path, section)
+    yield from _vocabulary(job, path, section)
+    yield from _host(path, section)
+
+
+def parallel_notes(job: Job, path: KeyPath, section: Parallel) -> Iterator[str]:
+    """What is legal but worth knowing."""
+    where, tp, per_node = ".".join(map(str, path)), section.tensor_parallel, job.cluster.gpus_per_node
+    spec = job.spec_of(str(path[1]))
+    if tp > spec.kv_heads:
+        yield f"{where}: each of the {spec.kv_heads} KV heads is held {tp // spec.kv_heads} times"
+    if tp > per_node:
+        yield f"{where}: tensor_parallel {tp} crosses nodes of {per_node} GPUs; predicted times leave its network out"
+    if isinstance(section, Train) and section.pipeline_parallel > 1:
+        yield (
+            f"{where}: sizes are those of the pipeline stage that holds most of each object: the first has embedding, "
+            f"tower and {section.pipeline_parallel} suffix steps in flight, the last has the head"
+        )
+    if spec.moe:
+        yield f"{where}: experts are taken as evenly loaded"
+
+
+def _tensor_parallel(job: Job, path: KeyPath, tp: int) -> Iterator[Finding]:
+    spec, per_node = job.spec_of(str(path[1])), job.cluster.gpus_per_node
+    gpus = job.rollout_gpus if path[2] == "rollout" else job.train_gpus
+    legal = [t for t in spec.legal_tp() if per_node % t == 0 or (t % per_node == 0 and gpus % t == 0)]
+    hint = "tensor_parallel " + " or ".join(map(str, legal))
+    for obstacle in spec.tp_obstacles(tp):
+        what = f"tensor_parallel {tp} does not divide {obstacle} ({spec.name})"
+        if "attention heads" in obstacle:
+            what += "; by heads alone " + ", ".join(map(str, spec.tp_by_heads())) + " would do"
+        yield Finding(path, what, hint, (("model",),))
+    if per_node % tp and tp % per_node:
+        what = f"tensor_parallel {tp} must divide the {per_node} GPUs of a node, or take whole nodes"
+        yield Finding(path, what, hint, (("cluster", "gpus_per_node"),))
+    elif tp > per_node and gpus % tp and not job.disaggregated:
+        yield Finding(path, f"tensor_parallel {tp} does not divide the {gpus} GPUs of the cluster", hint, _GPUS)
+
+
+def _stages(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
+    spec, pp = job.spec_of(str(path[1])), section.pipeline_parallel
+    layers = spec.layers
+    if layers % pp:
+        legal = [n for n in range(1, layers + 1) if layers % n == 0 and n <= job.train_gpus]
+        what = f"pipeline_parallel {pp} does not divide the {layers} layers ({spec.name})"
+        hint = "pipeline_parallel " + " or ".join(map(str, legal))
+        yield Finding((*path, "pipeline_parallel"), what, hint, (("model",),))
+
+
+def _experts(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
+    spec, ep, key = job.spec_of(str(path[1])), section.expert_parallel, (*path, "expert_parallel")
+    moe = spec.moe
+    replicas = job.train_gpus // (section.tensor_parallel * section.pipeline_parallel)
+    if ep == 1:
+        return
+    if moe is None:
+        yield Finding(key, f"expert_parallel {ep}, but {spec.name} has no experts", "1", (("model",),))
+        return
+    hint = f"a divisor of {math.gcd(moe.experts, max(replicas, 1))}"
+    if moe.experts % ep:
+        yield Finding(key, f"expert_parallel {ep} does not divide the {moe.experts} experts", hint, (("model",),))
+    if replicas % ep:
+        what = f"expert_parallel {ep} does not divide the {replicas} data x context parallel ranks"
+        yield Finding(key, what, hint, ((*path, "tensor_parallel"), (*path, "pipeline_parallel"), *_GPUS))
+
+
+def _data_parallel(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
+    stated, copy = section.data_parallel, section.gpus_a_copy
+    names = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+    product = " x ".join(f"{n} {getattr(section, n)}" for n in names if n == names[0] or getattr(section, n) > 1)
+    uses = (*((*path, n) for n in names), *_GPUS)
+    if stated is not None and job.train_gpus > 0 and stated * copy != job.train_gpus:
+        who = "training pool" if job.disaggregated else "cluster"
+        what = f"data_parallel {stated} x {product} is {stated * copy}, but the {who} has {job.train_gpus} GPUs"
+        hint = f"data_parallel {job.train_gpus // copy}, or leave it out" if job.train_gpus % copy == 0 else ""
+        yield Finding((*path, "data_parallel"), what, hint, uses)
+    elif job.train_gpus % copy and copy > section.tensor_parallel:
+        key = next(n for n in reversed(names) if getattr(section, n) > 1)
+        yield Finding(
+            (*path, key), f"{product} is {copy} GPUs a copy, which do not divide the {job.train_gpus}", "", uses
+        )
+
+
+def _vocabulary(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
+    """Engines that share embedding and head must agree on their rows (Megatron pads to its own multiple)."""
+    multiple, spec = section.make_vocab_size_divisible_by, job.spec_of(str(path[1]))
+    if multiple is None:
+        return
+    rows, served = _padded(spec.vocab, multiple * section.tensor_parallel), spec.padded_vocab()
+    if rows != served:
+        legal = [d for d in (2**n for n in range(11)) if _padded(spec.vocab, d * section.tensor_parallel) == served]
+        what = f"make_vocab_size_divisible_by {multiple} pads {spec.vocab} rows to {rows}, vLLM to {served}"
+        hint = " or ".join(map(str, [*legal, "leave it out"]))
+        yield Finding((*path, "make_vocab_size_divisible_by"), what, hint, ((*path, "tensor_parallel"), ("model",)))
+
+
+def _padded(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def _host(path: KeyPath, section: Train) -> Iterator[Finding]:
+    """The host engine is one training rank."""
+    if section.engine != "host":
+        return
+    for key in ("pipeline_parallel", "context_parallel", "expert_parallel", "distributed_optimizer"):
+        if getattr(section, key) != type(section).model_fields[key].default:
+            yield Finding((*path, key), f"engine host has no {key}: it trains on one rank", "leave it out")
