@@ -9,11 +9,15 @@ file, `check/rules.py` the table of rules. The source is design.md section 4.
 
 from __future__ import annotations
 
+from rollplex.ir.check.asked import check_asked
 from rollplex.ir.check.capacity import Cuts, check_capacity
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.form import check_names, check_shape
+from rollplex.ir.check.graph import check_graph
 from rollplex.ir.check.imports import check_imports
 from rollplex.ir.check.layout import check_layout
+from rollplex.ir.check.loss import check_loss
+from rollplex.ir.check.numbers import check_numbers
 from rollplex.ir.check.order import execute
 from rollplex.ir.check.pools import check_pools
 from rollplex.ir.check.publication import check_publication
@@ -44,6 +48,10 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
     replays = replay(facts)
     found = [
         *check_shape(facts),
+        *check_asked(facts),
+        *check_graph(facts),
+        *check_loss(facts),
+        *check_numbers(facts),
         *check_pools(facts),
         *stuck,
         *check_residency(replays),

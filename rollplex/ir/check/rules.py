@@ -37,6 +37,10 @@ RULES: dict[str, Rule] = {
     "barrier": Rule("every program meets the three barriers, each once", "paper 3.1", "restore the barrier"),
     "phase": Rule("steps stand between the barriers of their window's phase", "paper 3.1", COMPILE_AGAIN),
     "after-published": Rule("an iteration ends at the barrier published", "paper 3.1", "end the program there"),
+    # ---- the job and the graph
+    "asked": Rule("the plan has the capacities, engines, degrees and roles of its job", "design 1", COMPILE_AGAIN),
+    "graph": Rule("the graph is in order, and says of phases, updates and hosts what is done", "design 3", COMPILE_AGAIN),
+    "loss": Rule("the loss, taken apart by prompt group, is the loss of the graph", "paper 3.2", COMPILE_AGAIN),
     # ---- order
     "collective-order": Rule(
         "all programs enter barriers and exchanges in the same order", "design 4", "enter them in one order"
@@ -135,6 +139,8 @@ RULES: dict[str, Rule] = {
         "GPU g of a training group is rank g // q of one rollout engine", "paper 3.3", COMPILE_AGAIN
     ),
     # ---- summary
+    "times": Rule("the predicted times agree with each other", "paper 3.1, equation 1", COMPILE_AGAIN),
+    "solver": Rule("what is called optimal meets its bound", "style 5", COMPILE_AGAIN),
     "window-bytes": Rule("a window's bytes are those of the objects mapped in it", "design 9", COMPILE_AGAIN),
     "host-bytes": Rule("a window's host bytes are those of the objects at the host in it", "design 9", COMPILE_AGAIN),
     "peak": Rule("the peak is the largest window", "design 9", COMPILE_AGAIN),

@@ -1,0 +1,101 @@
+"""The plan is one for its job: capacities, schedule, engines, degrees and roles are those that the job asks for.
+
+job.cluster  ->  capacity_bytes, host_capacity_bytes        job.roles  ->  processes, objects, calls of the graph
+job.schedule ->  schedule                                   job.sharing -> policy
+The job is the user's: what it holds is checked as a job file is, and taken for what is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rollplex.ir.check.facts import ROLLOUT_COMPLETE, Facts
+from rollplex.ir.check.graph import is_call
+from rollplex.ir.check.rules import Violation
+from rollplex.ir.engines import engine
+from rollplex.ir.errors import PlanError
+from rollplex.ir.job import Job
+from rollplex.ir.planned_job import job_of
+
+
+def capacities(facts: Facts, job: Job) -> Iterator[Violation]:
+    """A plan has the bytes that the job's GPUs and nodes have."""
+    summary, share = facts.plan.summary, job.host_pool_bytes // job.cluster.gpus_per_node
+    for what, told, asked in (
+        ("capacity_bytes", summary.capacity_bytes, job.capacity_bytes),
+        ("host_capacity_bytes", summary.host_capacity_bytes, share),
+    ):
+        if told != asked:
+            yield Violation("asked", f"{what} are {told:,}, the job has {asked:,}", nbytes=asked)
+
+
+def schedule(facts: Facts, job: Job) -> Iterator[Violation]:
+    """The schedule is the job's."""
+    if facts.plan.schedule != job.schedule:
+        yield Violation("asked", f"schedule {facts.plan.schedule}, the job has {job.schedule}")
+
+
+def engines(facts: Facts, job: Job) -> Iterator[Violation]:
+    """Trainer and rollout engine are the policy's."""
+    sections = {"train": job.trainer(job.policy), "rollout": job.roles[job.policy].rollout}
+    for process, section in sections.items():
+        kind = facts.plan.processes.get(process)
+        if kind is None or section is None:
+            yield Violation("asked", f"no process runs the policy's {process} engine", where=process)
+        elif (kind.engine, kind.tensor_parallel) != (section.engine, section.tensor_parallel):
+            told, asked = (f"{s.engine} TP{s.tensor_parallel}" for s in (kind, section))
+            yield Violation("asked", f"{told}, the job has {asked}", where=process)
+
+
+def roles(facts: Facts, job: Job) -> Iterator[Violation]:
+    """Objects and calls belong to roles of the job; responses are as many as it samples."""
+    for o in facts.objects.values():
+        if o.role not in job.roles:
+            yield Violation("asked", f"{o.name} belongs to {o.role or 'no role'}, which the job does not have", None, o.name)
+    for record in facts.plan.graph:
+        if is_call(record) and record.op != "rx.host" and record.args[0] not in job.roles:
+            yield Violation("asked", f"it calls {record.args[0]}, which is no role of the job", where=f"%{record.name}")
+        n = record.kwargs.get("n", record.args[2] if len(record.args) > 2 else None)
+        if record.op == "rx.generate" and n != job.group:
+            yield Violation("asked", f"it samples {n} responses, the job {job.group}", where=f"%{record.name}")
+
+
+def policy(facts: Facts, job: Job) -> Iterator[Violation]:
+    """A GPU is shared as the job says, where prefixes run beside decode, and not at all where nothing does."""
+    told, beside = facts.plan.summary.policy, any(not facts.past(at, ROLLOUT_COMPLETE) for at, _ in facts.runs("prefix"))
+    kinds = ("none", job.sharing.kind) if beside else ("none",)
+    share = job.sharing.share if told.kind == job.sharing.kind else None
+    if told.kind not in kinds or (beside and job.schedule in ("rollplex", "naive") and told.kind == "none"):
+        yield Violation("asked", f"policy {told.kind}, the job's sharing is {job.sharing.kind}", where="policy")
+    elif told.share != share:
+        yield Violation("asked", f"share {told.share}, the job's is {share}", where="policy")
+
+
+def executable(facts: Facts, job: Job) -> Iterator[Violation]:
+    """A plan for engines that nothing runs says so: `run` and the first line of the page rely on it."""
+    told = facts.plan.not_executable
+    sections = [s for role in job.roles.values() for s in (role.train, role.score, role.rollout) if s]
+    asked = [f"engine {e}" for e in sorted({s.engine for s in sections}) if not engine(e).runs]
+    if job.on_host and job.gpus > 1:
+        asked.append(f"{job.gpus} GPUs")
+    if job.schedule == "naive" or job.ablate:
+        asked.append(f"schedule {job.schedule}")
+    for feature in asked:
+        if not any(reason.startswith(feature) for reason in told):
+            yield Violation("asked", f"no backend executes {feature}, and not_executable leaves it out")
+
+
+CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
+    capacities, schedule, engines, roles, policy, executable,
+)  # fmt: skip
+
+
+def check_asked(facts: Facts) -> Iterator[Violation]:
+    """Everything in which plan and job differ; a job that would be refused is refused here too."""
+    try:
+        job = job_of(facts.plan)
+    except PlanError as error:
+        yield from (Violation("asked", p.what, where=p.where) for p in error.problems)
+        return
+    for check in CHECKS:
+        yield from check(facts, job)

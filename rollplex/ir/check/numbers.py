@@ -1,0 +1,105 @@
+"""Figures that rest on each other: equation 1, the windows' seconds, chunk and workspace bytes, proven bounds.
+
+serial = decode + prefix + post + exposed            step = max(decode + interference, prefix / share) + post + exposed
+speedup = serial / step                              bound = min(prefix - interference, decode), at least 0
+Source: paper section 3.1, equation 1. Seconds are predicted; what is checked is that they agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from rollplex.ir.check.facts import Facts
+from rollplex.ir.check.rules import Violation
+from rollplex.ir.check.update import state_itemsize, updates
+from rollplex.ir.steps import UpdateChunk
+
+ROUNDED_S = 1e-4
+"""Each figure is rounded to a microsecond, and dozens of windows are summed up."""
+EQUATION_1 = ("serial", "rollplex", "naive")
+"""Schedules of two engines on one set of GPUs, which equation 1 is about."""
+
+
+def times(facts: Facts) -> Iterator[Violation]:
+    """The times of a step are those of its parts."""
+    t, share = facts.plan.summary.times, facts.plan.summary.policy.share or 1.0
+    rest = t.post_s + t.exposed_transfer_s
+    serial = t.decode_s + t.prefix_s + rest
+    together = max(t.decode_s + t.interference_s, t.prefix_s / share) + rest
+    bound = max(0.0, min(t.prefix_s - t.interference_s, t.decode_s))
+    step = serial if facts.plan.schedule == "serial" else together
+    if facts.plan.schedule in EQUATION_1:
+        yield from _same("serial_s", t.serial_s, serial)
+        yield from _same("step_s", t.step_s, step)
+        yield from _same("saving_bound_s", t.saving_bound_s, bound)
+        if facts.plan.schedule == "serial" and t.interference_s:
+            yield Violation("times", "decode is slowed down by prefixes that run after it", where="times")
+    if t.step_s:
+        yield from _same("speedup_vs_serial", t.speedup_vs_serial, t.serial_s / t.step_s)
+    yield from _same("the windows' seconds", sum(w.seconds for w in facts.plan.summary.windows), t.step_s)
+
+
+def _same(what: str, told: float, right: float) -> Iterator[Violation]:
+    if abs(told - right) > ROUNDED_S * max(1.0, abs(right) * 1e-3):
+        yield Violation("times", f"{what} are {told:.6f}, their parts give {right:.6f}", where="times")
+
+
+def chunks(facts: Facts) -> Iterator[Violation]:
+    """A chunk has gradient, master weight and two moments of its elements; its pipeline is what a workspace holds."""
+    planned = facts.plan.summary.chunks.optimizer
+    if planned.bytes != planned.elements * 4 * state_itemsize(facts):
+        what = f"{planned.elements:,} elements have {planned.bytes:,} bytes of gradient, master weight and two moments"
+        yield Violation("chunk-size", what, nbytes=planned.bytes, where="chunks")
+    found = sum(facts.objects[name].bytes for name in _workspaces(facts))
+    if planned.workspace_bytes != found:
+        what = f"workspace_bytes are {planned.workspace_bytes:,}, the chunks' workspaces have {found:,}"
+        yield Violation("chunk-size", what, nbytes=found, where="chunks")
+
+
+def _workspaces(facts: Facts) -> set[str]:
+    """Phase-local objects that chunks write, gradients left out."""
+    written = {n for at in facts.steps() if isinstance(at.step, UpdateChunk) for n in at.step.writes}
+    gradients = {n for u in updates(facts) for n in facts.gradients(u.role)}
+    return {n for n in written - gradients if facts.objects[n].class_ == "phase-local"}
+
+
+def microbatches(facts: Facts) -> Iterator[Violation]:
+    """A prefix task takes one prompt; the workspaces are objects of those bytes."""
+    planned = facts.plan.summary.chunks.microbatch
+    if planned.prefix_prompts != 1:
+        what = f"{planned.prefix_prompts} prompts a prefix step, a task runs one group"
+        yield Violation("chunk-size", what, where="microbatch")
+    match facts.plan.job:
+        case {"workload": {"group": int(group)}} if planned.suffix_responses < 1 or group % planned.suffix_responses:
+            what = f"{planned.suffix_responses} responses a suffix step do not divide a group of {group}"
+            yield Violation("chunk-size", what, where="microbatch")
+        case _:
+            pass
+    for name, nbytes in planned.workspace_bytes.items():
+        if name not in facts.objects or facts.objects[name].bytes != nbytes:
+            what = f"{name} is planned with {nbytes:,} bytes, the contract has another"
+            yield Violation("chunk-size", what, object=name, nbytes=nbytes, where="microbatch")
+
+
+def bounds(facts: Facts) -> Iterator[Violation]:
+    """An optimum meets its bound, anything else is told as not proven; an objective is solved once."""
+    for (name, objective), count in Counter((s.name, s.objective) for s in facts.plan.summary.solvers).items():
+        if count > 1:
+            yield Violation("solver", f"{objective} is solved {count} times", where=name)
+    for s in facts.plan.summary.solvers:
+        gap = s.value - s.bound
+        closed = abs(gap) <= 1e-9 * max(1.0, abs(s.value))
+        if gap < 0 and not closed:
+            yield Violation("solver", f"{s.objective}: {s.value:g} is better than its bound {s.bound:g}", where=s.name)
+        elif closed != (s.status == "optimal"):
+            yield Violation("solver", f"{s.objective}: {s.value:g} of {s.bound:g} is {s.status}", where=s.name)
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (times, chunks, microbatches, bounds)
+
+
+def check_numbers(facts: Facts) -> Iterator[Violation]:
+    """Everything that does not add up."""
+    for check in CHECKS:
+        yield from check(facts)
