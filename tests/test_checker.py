@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import MUTANTS, Mutant
 from mutants.edit import move, put, steps, summarise, with_object
-from tinyplan import tiny_plan, too_large
+from tinygraph import centred
+from tinyplan import tiny_plan, too_large, with_capacity
 from tinysummary import VARIANTS
 
 from rollplex.ir.checker import RULES, check_plan, verify_plan
 from rollplex.ir.errors import PlanError
-from rollplex.ir.plan import LossPlan, Plan, parse_plan
+from rollplex.ir.plan import Plan, parse_plan
 from rollplex.ir.steps import Barrier, Run, Signal, Step, UpdateChunk, Wait
 
 PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {"too large": too_large()}
@@ -120,7 +121,7 @@ def test_independent_steps_may_change_places(name: str, data: st.DataObject) -> 
 
 def test_a_larger_gpu_is_no_violation() -> None:
     plan = tiny_plan()
-    assert check_plan(summarise(plan, capacity_bytes=plan.summary.capacity_bytes + 1)) == ()
+    assert check_plan(with_capacity(plan, plan.summary.capacity_bytes + 1)) == ()
 
 
 def test_saved_state_may_stay_at_the_host_or_be_recomputed() -> None:
@@ -130,22 +131,15 @@ def test_saved_state_may_stay_at_the_host_or_be_recomputed() -> None:
     assert check_plan(with_object(tiny_plan(), "actor.prefix_saved", recomputable=False)) == ()
 
 
-def wide(plan: Plan, *names: str) -> Plan:
-    """The plan with a loss that mixes these values over all prompts."""
-    nothing: dict[str, tuple[str, ...]] = dict.fromkeys(("forward", "wide", "sliced", "whole"), ())
-    loss = LossPlan(role="actor", loss="loss", step=(), group=(), result="loss", wide_inputs=names, **nothing)
-    return plan.model_copy(update={"losses": {"actor": loss}})
-
-
 def test_a_loss_over_all_prompts_needs_the_values_of_all() -> None:
     """suffix 0, train 0, suffix 1, train 1: train 0 has its own reference value, a wide loss needs both."""
     plan = tiny_plan("serial")
     suffix = next(i for _, i, s in steps(plan, Run) if s.task == "suffix" and s.microbatch == 1)
     train = next(i for _, i, s in steps(plan, Run) if s.task == "train" and s.microbatch == 1)
-    assert check_plan(wide(plan, "ref_logp")) == ()
+    assert check_plan(centred(plan)) == ()
     late = move(plan, "train", suffix, train - 1)
     assert "missing-value" not in kinds(late)
-    assert "missing-value" in kinds(wide(late, "ref_logp"))
+    assert "missing-value" in kinds(centred(late))
 
 
 def test_the_checker_imports_no_pass_solver_or_tensor() -> None:

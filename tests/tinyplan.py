@@ -31,7 +31,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from tinysummary import GRAPH, WINDOWS, Variant, summary
+from tinygraph import graph, loss
+from tinyjob import tiny_job
+from tinysummary import WINDOWS, Variant, summary
 
 from rollplex.ir.plan import Infeasible, ObjectBytes, Plan, ProcessKind
 from rollplex.ir.steps import (
@@ -151,7 +153,7 @@ class Hand:
             Map(window=w, object=gradients),
             *(step for m in GROUPS for step in self.forward_backward(m)),
             *([reduce] if self.apart else []),
-            Run(window=w, task="grad_norm", node="update_actor", role="actor", reads=(gradients,)),
+            Run(window=w, task="grad_norm", node="update_actor", role="actor", reads=(gradients,), outputs=("norm",)),
             Unmap(window=w, object="actor.boundary"),
             Unmap(window=w, object="train.activations"),
             *([] if self.apart else [Offload(window=w, object=gradients)]),
@@ -227,14 +229,20 @@ def tiny_plan(variant: Variant = "rollplex") -> Plan:
     hand = Hand(variant)
     copies = 2 if hand.apart else 1
     home = ("training", "rollout") if variant == "pools" else ("gpus", "gpus")
+    held, schedule = summary(variant), {"rollplex": "rollplex", "pools": "disaggregated"}.get(variant, "serial")
+    gpus, apart = (8, 4) if variant == "pools" else (2 * copies, None)
+    reasons = [f"{gpus} GPUs: the host backend runs one training and one rollout rank"]
+    reasons += [f"schedule {schedule}"] if apart else []
     return Plan(
         feasible=True,
-        schedule="rollplex" if variant == "rollplex" else "serial",
+        schedule=schedule,
         algorithm="grpo.py:grpo",
-        job={"model": {"name": "Qwen2.5-VL-3B"}, "roles": {"actor": {"freeze": []}, "reference": {}}},
-        graph=GRAPH,
+        job=tiny_job(schedule, gpus, apart, held.capacity_bytes, held.host_capacity_bytes),
+        graph=graph(WINDOWS[variant]),
+        losses={"actor": loss()},
         hosts={"score": "reward"},
-        summary=summary(variant),
+        not_executable=tuple(reasons),
+        summary=held,
         processes={
             "controller": ProcessKind(engine="controller", ranks=1),
             "train": ProcessKind(
@@ -264,5 +272,11 @@ def too_large(variant: Variant = "rollplex", lacks: int = 10) -> Plan:
         objects=tuple(ObjectBytes(name=n, bytes=b) for n, b in live),
         remedies=(),
     )
-    smaller = plan.summary.model_copy(update={"capacity_bytes": capacity})
-    return plan.model_copy(update={"feasible": False, "infeasible": why, "summary": smaller})
+    return with_capacity(plan, capacity).model_copy(update={"feasible": False, "infeasible": why})
+
+
+def with_capacity(plan: Plan, capacity: int) -> Plan:
+    """The same plan on GPUs of another size."""
+    cluster = {**plan.job["cluster"], "capacity_gib": capacity / 2**30}
+    summary = plan.summary.model_copy(update={"capacity_bytes": capacity})
+    return plan.model_copy(update={"job": {**plan.job, "cluster": cluster}, "summary": summary})

@@ -1,4 +1,4 @@
-"""What the tiny plans say of themselves: objects, windows and their bytes, the graph; see tinyplan.py."""
+"""What the tiny plans say of themselves: objects, windows and their bytes; see tinyplan.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Literal, cast, get_args
 from rollplex.ir.plan import (
     ChunkSummary,
     Microbatches,
-    NodeRecord,
     OptimizerChunks,
     PlannedObject,
     Policy,
     PoolSummary,
     Residency,
+    SolverResult,
     Summary,
     Times,
     WindowSummary,
@@ -139,6 +139,17 @@ def _pool(variant: Variant, name: str, held: list[PlannedObject]) -> PoolSummary
     )  # fmt: skip
 
 
+def _times(variant: Variant) -> Times:
+    """Seven windows of a second each; decode runs through the three of P1 where prefixes run beside it."""
+    beside = variant == "rollplex"
+    decode, interference = (2.9, 0.1) if beside else (1.0, 0.0)
+    serial = decode + 2.0 + 4.0  # of pools: on all GPUs, which nothing here tells
+    return Times(
+        decode_s=decode, prefix_s=2.0, interference_s=interference, post_s=4.0, exposed_transfer_s=0.0,
+        serial_s=serial, step_s=7.0, speedup_vs_serial=serial / 7.0, saving_bound_s=min(2.0 - interference, decode),
+    )  # fmt: skip
+
+
 def summary(variant: Variant) -> Summary:
     """A summary whose capacities are what the plan needs, to the byte."""
     shown = windows(variant)
@@ -154,12 +165,14 @@ def summary(variant: Variant) -> Summary:
         windows=shown,
         layout=layout(shared=variant != "pools"),
         chunks=ChunkSummary(
-            optimizer=OptimizerChunks(count=3, elements=4, bytes=64, workspace_bytes=128),
+            optimizer=OptimizerChunks(
+                count=3, elements=4, bytes=64, workspace_bytes=0 if COLUMN[variant] == 8 else 128
+            ),
             microbatch=Microbatches(prefix_prompts=1, suffix_responses=2, workspace_bytes={}),
         ),
-        times=Times(**dict.fromkeys(Times.model_fields, 1.0)),
-        policy=Policy(kind="mps"),
-        solvers=(),
+        times=_times(variant),
+        policy=Policy(kind="mps" if variant == "rollplex" else "none"),
+        solvers=(SolverResult(name="residency", status="optimal", objective="peak bytes", value=16.0, bound=16.0),),
         warnings=(),
     )  # fmt: skip
 
@@ -198,21 +211,3 @@ def layout(shared: bool) -> LayoutSummary:
         alternatives=(),
         tensors=tuple(TensorPlacement(name=c.name, case=c.case, why=c.why) for c in classes),
     )
-
-
-def _node(name: str, op: str, role: str = "", *values: str) -> NodeRecord:
-    return NodeRecord(name=name, op=op, args=(*((role,) if role else ()), *({"ref": v} for v in values)))
-
-
-GRAPH = (
-    _node("prompts", "input"),
-    _node("rollout", "rx.generate", "actor", "prompts"),
-    _node("kv_reference", "rx.prefix", "reference", "prompts"),
-    _node("ref_logp", "rx.suffix", "reference", "kv_reference", "rollout"),
-    _node("kv_actor", "rx.prefix", "actor", "prompts"),
-    _node("logp", "rx.suffix", "actor", "kv_actor", "rollout"),
-    _node("score", "rx.host", "reward", "prompts", "rollout"),
-    _node("loss", "rx.masked_mean", "", "score", "ref_logp", "logp"),
-    _node("update_actor", "rx.update", "actor", "loss"),
-)
-"""prompts -> rollout, kv, ref_logp, logp, score -> loss -> update_actor"""

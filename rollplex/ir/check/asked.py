@@ -50,8 +50,8 @@ def engines(facts: Facts, job: Job) -> Iterator[Violation]:
 def roles(facts: Facts, job: Job) -> Iterator[Violation]:
     """Objects and calls belong to roles of the job; responses are as many as it samples."""
     for o in facts.objects.values():
-        if o.role not in job.roles:
-            yield Violation("asked", f"{o.name} belongs to {o.role or 'no role'}, which the job does not have", None, o.name)
+        if o.role and o.role not in job.roles:
+            yield Violation("asked", f"{o.name} belongs to {o.role}, which the job does not have", object=o.name)
     for record in facts.plan.graph:
         if is_call(record) and record.op != "rx.host" and record.args[0] not in job.roles:
             yield Violation("asked", f"it calls {record.args[0]}, which is no role of the job", where=f"%{record.name}")
@@ -62,7 +62,8 @@ def roles(facts: Facts, job: Job) -> Iterator[Violation]:
 
 def policy(facts: Facts, job: Job) -> Iterator[Violation]:
     """A GPU is shared as the job says, where prefixes run beside decode, and not at all where nothing does."""
-    told, beside = facts.plan.summary.policy, any(not facts.past(at, ROLLOUT_COMPLETE) for at, _ in facts.runs("prefix"))
+    told = facts.plan.summary.policy
+    beside = any(not facts.past(at, ROLLOUT_COMPLETE) for at, _ in facts.runs("prefix"))
     kinds = ("none", job.sharing.kind) if beside else ("none",)
     share = job.sharing.share if told.kind == job.sharing.kind else None
     if told.kind not in kinds or (beside and job.schedule in ("rollplex", "naive") and told.kind == "none"):

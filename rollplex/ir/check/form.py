@@ -32,6 +32,22 @@ def own_names(facts: Facts) -> Iterator[Violation]:
                 yield Violation("duplicate-name", f"{count} {what}s are named {name}", object=name)
 
 
+def lists(facts: Facts) -> Iterator[Violation]:
+    """No list of a step or an object names anything twice."""
+    for at in facts.steps():
+        for field in ("reads", "writes", "streams", "inputs", "outputs", "carries"):
+            yield from _twice(getattr(at.step, field, ()), field, at)
+    for o in facts.plan.summary.objects:
+        yield from _twice(o.readers, f"readers of {o.name}", None)
+        yield from _twice(o.consumed, f"consumed of {o.name}", None)
+
+
+def _twice(names: tuple[str, ...], field: str, at: At | None) -> Iterator[Violation]:
+    for name, count in Counter(names).items() if len(set(names)) < len(names) else ():
+        if count > 1:
+            yield Violation("duplicate-name", f"{field} has {name} {count} times", at, object=name)
+
+
 def known_names(facts: Facts) -> Iterator[Violation]:
     """Steps name windows and objects of the plan, objects name processes of the plan."""
     yield from _processes(facts)
@@ -140,7 +156,7 @@ def _in_phase(step: Step, planned: int, now: int) -> bool:
 
 
 Check = Callable[[Facts], Iterator[Violation]]
-NAMES: tuple[Check, ...] = (schema, own_names, known_names, owners, own_imports)
+NAMES: tuple[Check, ...] = (schema, own_names, lists, known_names, owners, own_imports)
 SHAPE: tuple[Check, ...] = (window_order, barriers, phases)
 
 

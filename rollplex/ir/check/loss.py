@@ -31,6 +31,7 @@ class Expected:
     """What the split of one role's loss must be, built in one walk over the graph."""
 
     facts: Facts
+    role: str
     loss: LossPlan
     update: NodeRecord
     state: dict[str, State] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class Expected:
         """The calls that the gradient goes back into."""
         graph = self.facts.plan.graph
         behind = _behind(graph, self.result)
-        mine = (r for r in graph if is_call(r) and r.op not in _NO_GRADIENT and r.args[0] == self.loss.role)
+        mine = (r for r in graph if is_call(r) and r.op not in _NO_GRADIENT and r.args[0] == self.role)
         return tuple(r.name for r in mine if r.name in behind)
 
     # ---- one record
@@ -168,12 +169,13 @@ def _reached(graph: Sequence[NodeRecord], sources: set[str]) -> set[str]:
 
 def _parts(e: Expected) -> Iterator[Violation]:
     """Records and names, one by one; the first that differs in each list is told."""
-    loss, where = e.loss, f"loss of {e.loss.role}"
+    loss, where = e.loss, f"loss of {e.role}"
     for what, told, right in (("step", loss.step, e.step), ("group", loss.group, e.group)):
         for i in range(max(len(told), len(right))):
             if told[i : i + 1] != tuple(right[i : i + 1]):
-                names = [f"%{r[i].name} = {r[i].op}" if i < len(r) else "nothing" for r in (told, right)]
-                yield Violation("loss", f"{what} has {names[0]} where the graph has {names[1]}, or differs", where=where)
+                has, asked = (f"%{r[i].name} = {r[i].op}" if i < len(r) else "nothing" for r in (told, right))
+                says = f"{what} has {has}, the graph {asked}" if has != asked else f"{what} has another {has}"
+                yield Violation("loss", says, where=where)
                 break
     for what, told, right in (("loss", loss.loss, e.result), ("result", loss.result, e.result)):
         if told != right:
@@ -215,18 +217,19 @@ def _wide(e: Expected) -> Iterator[Violation]:
 
 def _lists(e: Expected, what: str, told: Sequence[str], right: Sequence[str]) -> Violation:
     says = f"{what} has {', '.join(told) or 'nothing'}, by its records {', '.join(right) or 'nothing'}"
-    return Violation("loss", says, where=f"loss of {e.loss.role}")
+    return Violation("loss", says, where=f"loss of {e.role}")
 
 
 def check_loss(facts: Facts) -> Iterator[Violation]:
     """Every updated role has its loss taken apart as the graph has it."""
-    asked = updates(facts)
-    losses = {facts.plan.loss.role: facts.plan.loss} if facts.plan.loss else {}
+    asked, losses = updates(facts), facts.plan.losses
     for role in sorted({*asked, *losses}):
         if role not in asked or role not in losses:
             what = "its loss is not taken apart" if role in asked else "the graph has no update of it"
             yield Violation("loss", what, where=f"loss of {role}")
             continue
-        expected = Expected(facts, losses[role], asked[role]).walk()
+        if losses[role].role != role:
+            yield Violation("loss", f"it is that of {losses[role].role}", where=f"loss of {role}")
+        expected = Expected(facts, role, losses[role], asked[role]).walk()
         for check in (_parts, _frontier, _wide):
             yield from check(expected)

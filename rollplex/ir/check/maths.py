@@ -21,9 +21,25 @@ ADDS = ("operator.add", "torch.add", "Tensor.add", "operator.sub", "torch.sub", 
 OVER_MASK = ("rx.masked_mean", "rx.masked_sum")
 COUNTS = ("rx.mask_count", "rx.rows")
 _REDUCTIONS = frozenset(
-    "sum mean prod std var amax amin logsumexp nansum nanmean argmax argmin any all count_nonzero".split()
+    [
+        "sum",
+        "mean",
+        "prod",
+        "std",
+        "var",
+        "amax",
+        "amin",
+        "logsumexp",
+        "nansum",
+        "nanmean",
+        "argmax",
+        "argmin",
+        "any",
+        "all",
+        "count_nonzero",
+    ]
 )
-_SCANS = frozenset("cumsum cumprod logcumsumexp softmax log_softmax flip".split())
+_SCANS = frozenset(["cumsum", "cumprod", "logcumsumexp", "softmax", "log_softmax", "flip"])
 _SHAPES = frozenset(("squeeze", "getitem"))
 
 

@@ -28,7 +28,7 @@ RULES: dict[str, Rule] = {
     # ---- form
     "schema": Rule("the plan has the schema version that this program reads", "design 5", COMPILE_AGAIN),
     "unknown-name": Rule("steps name objects, windows and processes of the plan", "design 5", COMPILE_AGAIN),
-    "duplicate-name": Rule("objects and windows have names of their own", "design 5", COMPILE_AGAIN),
+    "duplicate-name": Rule("names are unique, and lists name nothing twice", "design 5", COMPILE_AGAIN),
     "not-owner": Rule("only the owner of an object moves or writes it", "paper 3.2", COMPILE_AGAIN),
     "not-imported": Rule(
         "a process touches its own objects and those it imports", "paper 3.2", "list the process among its readers"
@@ -39,7 +39,7 @@ RULES: dict[str, Rule] = {
     "after-published": Rule("an iteration ends at the barrier published", "paper 3.1", "end the program there"),
     # ---- the job and the graph
     "asked": Rule("the plan has the capacities, engines, degrees and roles of its job", "design 1", COMPILE_AGAIN),
-    "graph": Rule("the graph is in order, and says of phases, updates and hosts what is done", "design 3", COMPILE_AGAIN),
+    "graph": Rule("the graph is in order, its phases, updates and hosts are those done", "design 3", COMPILE_AGAIN),
     "loss": Rule("the loss, taken apart by prompt group, is the loss of the graph", "paper 3.2", COMPILE_AGAIN),
     # ---- order
     "collective-order": Rule(
@@ -49,7 +49,7 @@ RULES: dict[str, Rule] = {
     "unheard-signal": Rule("somebody waits for every signal", "design 5", "restore the wait, or drop the signal"),
     "deadlock": Rule("every wait ends", "design 6", "signal before waiting for what depends on the signal"),
     "missing-value": Rule("a value is made or received before it is used", "design 4", "wait for its event"),
-    "missing-input": Rule("a task takes every value its graph node needs", "design 4", "list the value in its inputs"),
+    "missing-input": Rule("a task takes the values that its graph node needs", "design 4", "correct its inputs"),
     "suffix-before-rollout": Rule(
         "what depends on responses runs after barrier rollout-complete", "paper 3.1", "move it behind the barrier"
     ),

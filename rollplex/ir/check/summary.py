@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollplex.ir.check.capacity import Cuts
 from rollplex.ir.check.facts import Facts, reads, streams, writes
 from rollplex.ir.check.held import Spans
 from rollplex.ir.check.rules import Violation
-from rollplex.ir.plan import PlannedObject, WindowSummary
+from rollplex.ir.check.verdict import check_verdict, of_pools
+from rollplex.ir.plan import PlannedObject
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,6 @@ class Places:
         hbm = cuts.windows_of([s for one in held for s in one.pages])
         host = cuts.windows_of([s for one in held for s in one.host])
         return cls(hbm, {name: found - hbm.get(name, set()) for name, found in host.items()})
-
-
-def of_pools(facts: Facts, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of these objects on a GPU of each pool: an object lies where its owner runs."""
-    pool = {process: kind.pool for process, kind in facts.plan.processes.items()}
-    total = dict.fromkeys(facts.pools, 0)
-    for name, nbytes in sizes.items():
-        if pool[facts.objects[name].process]:
-            total[pool[facts.objects[name].process]] += nbytes
-    return total
 
 
 def window_bytes(facts: Facts, places: Places) -> Iterator[Violation]:
@@ -138,46 +129,6 @@ def uses_table(facts: Facts) -> Iterator[Violation]:
             yield Violation("uses-table", f"{o.name} is planned and never used", object=o.name, where=o.name)
 
 
-def feasible(facts: Facts) -> Iterator[Violation]:
-    """Feasible means that every window fits both capacities; an infeasible plan explains the first that does not."""
-    plan, over = facts.plan, _first_over(facts)
-    if plan.feasible and over:
-        yield Violation("feasible", f"feasible, and {over[0][1].name} is over capacity", nbytes=over[0][2])
-    if not plan.feasible and not over:
-        yield Violation("feasible", "infeasible, and every window fits")
-    if plan.feasible != (plan.infeasible is None):
-        says = "an" if plan.infeasible else "no"
-        yield Violation("infeasible", f"feasible is {plan.feasible}, and there is {says} explanation")
-    if plan.infeasible is None:
-        return
-    right = next((o for o in over if o[0] == plan.infeasible.resource), None)
-    if right is None or (right[1].name, right[2]) != (plan.infeasible.window, plan.infeasible.shortfall_bytes):
-        told = f"{plan.infeasible.window} lacks {plan.infeasible.shortfall_bytes:,} bytes of {plan.infeasible.resource}"
-        truth = f"{right[1].name} is first and lacks {right[2]:,}" if right else "no window does"
-        yield Violation("infeasible", f"{told}; by the windows {truth}", where=plan.infeasible.window)
-    elif right[0] == "hbm" and {o.name: o.bytes for o in plan.infeasible.objects} != _fullest(facts, right[1]):
-        yield Violation("infeasible", "its objects are not those of the window", where=plan.infeasible.window)
-
-
-def _fullest(facts: Facts, w: WindowSummary) -> dict[str, int]:
-    """Objects of the window on a GPU of the pool that holds most."""
-    total, pools = of_pools(facts, w.by_object), facts.pools
-    fullest = pools[max(pools, key=lambda p: total[p])] if pools else ()
-    return {name: nbytes for name, nbytes in w.by_object.items() if facts.objects[name].process in fullest}
-
-
-def _first_over(facts: Facts) -> list[tuple[str, WindowSummary, int]]:
-    """The first window over each capacity, and by how much."""
-    s = facts.plan.summary
-    over = [("hbm", w, w.hbm_bytes - s.capacity_bytes) for w in s.windows]
-    over += [("host", w, w.host_bytes - s.host_capacity_bytes) for w in s.windows]
-    found = {}
-    for resource, w, more in over:
-        if more > 0 and resource not in found:
-            found[resource] = (resource, w, more)
-    return list(found.values())
-
-
 def check_summary(facts: Facts, places: Places) -> Iterator[Violation]:
     """Everything in which the summary and the programs differ."""
     yield from window_bytes(facts, places)
@@ -186,4 +137,4 @@ def check_summary(facts: Facts, places: Places) -> Iterator[Violation]:
     yield from pool_peaks(facts, places)
     yield from residency_table(facts, places)
     yield from uses_table(facts)
-    yield from feasible(facts)
+    yield from check_verdict(facts)

@@ -35,7 +35,7 @@ def nodes(facts: Facts) -> Iterator[Violation]:
     """A task executes a node of its own kind and role (design.md section 4, lower)."""
     graph = {r.name: r for r in facts.plan.graph}
     for at, step in facts.runs(*OPS):
-        if not _executes(step, graph.get(step.node)):
+        if not _executes(step, graph.get(step.node)) or (step.role and step.task in ("load", "host")):
             yield Violation("node", f"%{step.node} is no {OPS[step.task][0]} of {step.role or 'the graph'}", at)
     for record in facts.plan.graph:
         if record.op == "rx.host" and record.name not in facts.plan.hosts:
@@ -55,9 +55,21 @@ def once(facts: Facts) -> Iterator[Violation]:
     for node in sorted({*done, *asked}):
         if done[node] != 1:
             yield Violation("once", f"%{node} is made {done[node]} times", where=node)
-    for at, step in facts.runs(*MAKERS):
-        if step.outputs != (step.node,):
-            yield Violation("once", f"it makes %{step.node} and gives {', '.join(step.outputs) or 'nothing'}", at)
+
+
+def outputs(facts: Facts) -> Iterator[Violation]:
+    """A task gives the value of its node; backward gives none, and the norm is no value of the graph."""
+    graph = {r.name for r in facts.plan.graph}
+    for at, step in facts.runs(*OPS):
+        if step.task == "grad_norm":
+            right = len(step.outputs) == 1 and step.outputs[0] not in graph
+        elif step.task == "train":  # whose value others may need, and who needs it will miss it
+            right = step.outputs in ((), (step.node,))
+        else:
+            right = step.outputs == ((step.node,) if step.task in (*MAKERS, "suffix", "whole") else ())
+        if not right:
+            what = f"it works on %{step.node} and gives {', '.join(step.outputs) or 'nothing'}"
+            yield Violation("once", what, at)
 
 
 def listed(facts: Facts) -> Iterator[Violation]:
@@ -90,17 +102,17 @@ def _writes(facts: Facts, step: Run) -> set[str]:
 
 
 def same_objects(facts: Facts) -> Iterator[Violation]:
-    """A task lists the same objects for every group: one that leaves something out escapes the other checks."""
+    """A task lists the same objects and values for every group: what one leaves out escapes the other checks."""
     first: dict[tuple[str, str], tuple[At, frozenset[str]]] = {}
     for at, step in facts.groups:
-        listed = frozenset((*step.reads, *step.writes, *step.streams))
+        listed = frozenset((*step.reads, *step.writes, *step.streams, *step.inputs))
         like, expected = first.setdefault((step.role, step.task), (at, listed))
         if listed != expected:
             names = ", ".join(sorted(listed ^ expected))
             yield Violation("task-objects", f"it differs from {like} in {names}", at)
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (nodes, once, listed, same_objects)
+CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (nodes, once, outputs, listed, same_objects)
 
 
 def check_tasks(facts: Facts) -> tuple[Violation, ...]:

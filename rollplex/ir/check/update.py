@@ -176,6 +176,17 @@ def _reduced(u: Update, backward: At, norm: At) -> Iterator[Violation]:
         if len(inside) != 1 or len(found) != 1:
             what = f"{name} is reduced {len(inside)} times between the last backward and its norm"
             yield Violation("missing-exchange", what, norm, name, u.facts.objects[name].bytes)
+        for at in inside:
+            yield from _of_object(u.facts, at)
+
+
+def _of_object(facts: Facts, at: At) -> Iterator[Violation]:
+    assert isinstance(at.step, Exchange)
+    name, nbytes = at.step.object, facts.objects[at.step.object].bytes
+    if at.step.nbytes != nbytes:
+        yield Violation(
+            "missing-exchange", f"it moves {at.step.nbytes:,} bytes, {name} has {nbytes:,}", at, name, nbytes
+        )
 
 
 def _reduces(step: Step, op: str) -> bool:

@@ -86,7 +86,10 @@ def _groups(facts: Facts, step: Run, name: str, microbatch: int) -> set[int]:
 
 
 def check_inputs(facts: Facts) -> Iterator[Violation]:
-    """A task lists every value that its graph node is made of and that another task makes (design.md section 4)."""
+    """A task lists every value that its graph node is made of and that another task makes (design.md section 4).
+
+    A training task may list more: every score of the step, whether or not the loss takes it.
+    """
     makers = {s.node for _, s in facts.runs("load", "generate", "host", "suffix", "whole", "train")}
     args = {r.name: set(references([r.args, r.kwargs])) for r in facts.plan.graph}
     losses = {s.role: s.node for _, s in facts.runs("grad_norm")}
@@ -97,6 +100,8 @@ def check_inputs(facts: Facts) -> Iterator[Violation]:
             known[node, step.node] = _makers_behind(node, args, makers, step.node)
         for name in sorted(known[node, step.node] - set(step.inputs)):
             yield Violation("missing-input", f"%{node} is made of %{name}, which is not among its inputs", at)
+        for name in sorted(set(step.inputs) - (makers if step.task == "train" else known[node, step.node])):
+            yield Violation("missing-input", f"%{node} is not made of %{name}, which is among its inputs", at)
 
 
 def _makers_behind(node: str, args: dict[str, set[str]], makers: set[str], own: str) -> set[str]:

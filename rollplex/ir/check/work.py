@@ -48,6 +48,9 @@ def slots(facts: Facts) -> Iterator[Violation]:
         if not 0 <= step.microbatch < groups:
             name = boundary.name if boundary else step.role
             yield Violation("slot", f"group {step.microbatch}, where {name} has {groups} slots", at, name)
+    for at, step in facts.runs("load", "generate", "host", "grad_norm"):
+        if step.microbatch:
+            yield Violation("slot", f"group {step.microbatch} of a task that works on the whole step", at)
     for o in facts.objects.values():
         boundary = facts.boundaries.get(o.role)
         whole = () if o in (boundary, facts.saved.get(o.role)) else (1,)
