@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
-from rollplex.ir.check.update import state_itemsize, updates
-from rollplex.ir.steps import UpdateChunk
+from rollplex.ir.check.update import Update, state_itemsize, updates
 
 ROUNDED_S = 1e-4
 """Each figure is rounded to a microsecond, and dozens of windows are summed up."""
@@ -47,21 +46,23 @@ def _same(what: str, told: float, right: float) -> Iterator[Violation]:
 
 def chunks(facts: Facts) -> Iterator[Violation]:
     """A chunk has gradient, master weight and two moments of its elements; its pipeline is what a workspace holds."""
-    planned = facts.plan.summary.chunks.optimizer
-    if planned.bytes != planned.elements * 4 * state_itemsize(facts):
-        what = f"{planned.elements:,} elements have {planned.bytes:,} bytes of gradient, master weight and two moments"
-        yield Violation("chunk-size", what, nbytes=planned.bytes, where="chunks")
-    found = sum(facts.objects[name].bytes for name in _workspaces(facts))
-    if planned.workspace_bytes != found:
-        what = f"workspace_bytes are {planned.workspace_bytes:,}, the chunks' workspaces have {found:,}"
-        yield Violation("chunk-size", what, nbytes=found, where="chunks")
+    for u in updates(facts):
+        planned = facts.plan.summary.chunks.of(u.role)
+        if planned.bytes != planned.elements * 4 * state_itemsize(facts):
+            what = f"{planned.elements:,} elements have {planned.bytes:,} bytes of gradient, master weight and moments"
+            yield Violation("chunk-size", what, nbytes=planned.bytes, where=u.role)
+        found = sum(facts.objects[name].bytes for name in _workspaces(u))
+        if planned.workspace_bytes != found:
+            what = f"workspace_bytes are {planned.workspace_bytes:,}, the chunks' workspaces have {found:,}"
+            yield Violation("chunk-size", what, nbytes=found, where=u.role)
+    for role in sorted(set(facts.plan.summary.chunks.others) - set(facts.trained)):
+        yield Violation("chunk-size", "chunks are planned of a role that is not updated", where=role)
 
 
-def _workspaces(facts: Facts) -> set[str]:
+def _workspaces(u: Update) -> set[str]:
     """Phase-local objects that chunks write, gradients left out."""
-    written = {n for at in facts.steps() if isinstance(at.step, UpdateChunk) for n in at.step.writes}
-    gradients = {n for u in updates(facts) for n in facts.gradients(u.role)}
-    return {n for n in written - gradients if facts.objects[n].class_ == "phase-local"}
+    written = {n for _, chunk in u.chunks for n in chunk.writes} - set(u.facts.gradients(u.role))
+    return {n for n in written if u.facts.objects[n].class_ == "phase-local"}
 
 
 def microbatches(facts: Facts) -> Iterator[Violation]:
