@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollplex.backends import activations as a
 from rollplex.backends.facts import Work
-from rollplex.backends.megatron import activations as a
 from rollplex.backends.megatron.facts import FACTS
 from rollplex.ir.models import load_model
 from rollplex.ir.spec import ModelSpec

@@ -38,6 +38,7 @@ class Work:
     ep: int = 1
     recompute_attention: bool = False
     unfused: bool = False
+    zero: int = 0
     steps: int = 1
 
     @property
@@ -82,6 +83,8 @@ class EngineFacts(Protocol):
     rolls_out: bool
     runs: bool
     """Whether `rollplex run` can execute on it."""
+    whole_sequences: bool
+    """Whether it runs every response with its prompt before it, on weights that no other engine reads."""
     overlaps_update: bool
     """Whether load, update and return of neighbouring optimizer chunks run at the same time."""
     transposed: frozenset[str]

@@ -41,6 +41,14 @@ def can(facts: Any, work: Work) -> bool:
     return bool(getattr(facts, _DOES[work], False))
 
 
+def is_so(name: str, trait: str) -> bool:
+    """Whether an engine's facts say so of it; not where there is no such engine, which is told elsewhere."""
+    try:
+        return bool(getattr(engine(name), trait, False))
+    except (JobError, PluginError):
+        return False
+
+
 def engine_names(work: Work) -> tuple[str, ...]:
     """Names of the engines that can do this work, in order; a broken package that nobody asked for is not offered."""
     return tuple(n for n in sorted({*_own(), *installed("rollplex.backends")}) if _usable(n, work))

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rollplex.ir.engines import is_so
 from rollplex.ir.errors import JobError
 from rollplex.ir.hardware import Gpu, load_gpu
 from rollplex.ir.job_checks import job_notes
@@ -37,6 +38,7 @@ from rollplex.ir.job_schema import (
     _distinct,
     named_model,
 )
+from rollplex.ir.job_text import describe
 from rollplex.ir.models import ModelSpec, config_file, load_model, model_label, spec_from_config
 from rollplex.ir.shards import Degrees
 from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes
@@ -220,7 +222,25 @@ class Job(Section):
     @property
     def q(self) -> int:
         """Training ranks that share one rollout shard: TP of training over TP of rollout; 0 where none is shared."""
-        return 0 if self.disaggregated else self.train_tp // self.rollout_tp
+        return self.train_tp // self.rollout_tp if self.shares_weights else 0
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the rollout engine reads the weights that the policy's trainer updates."""
+        return not (self.disaggregated or self.whole_sequences(self.policy))
+
+    def whole_sequences(self, role: str) -> bool:
+        """Whether a role's engine runs every response with its prompt before it."""
+        return is_so(self.trainer(role).engine, "whole_sequences")
+
+    def zero(self, role: str) -> int:
+        """ZeRO stage of a role's engine: what it cuts over the ranks that would repeat it."""
+        stated = self.trainer(role).zero
+        return stated if stated is not None else 3 if self.whole_sequences(role) else 0
+
+    def cuts_optimizer(self, role: str) -> bool:
+        """Whether every replica updates a share of the parameters."""
+        return self.trainer(role).distributed_optimizer or self.zero(role) > 0
 
     @property
     def stages(self) -> int:
@@ -282,56 +302,7 @@ class Job(Section):
 
     def describe(self) -> str:
         """The job in three aligned lines: model and cluster, roles, work and schedule."""
-        reference = [self._role(name) for name in self.roles if name != self.policy]
-        policy = self.roles[self.policy]
-        assert policy.train is not None
-        assert policy.rollout is not None
-        rows = (
-            ("model", f"{self.spec.name}, {_parameters(self.spec.parameters)}", "cluster", self._cluster()),
-            (
-                "roles",
-                f"{self.policy} {_engine(policy.train)} -> {_engine(policy.rollout)} x {self.engines}{self._shared()}",
-                *(_first_word("; ".join(reference)) if reference else ("", "")),
-            ),
-            ("work", self._work(), "schedule", self._schedule()),
-        )
-        return "\n".join(f"{a:<10} {b:<48} {c:<9} {d}".rstrip() for a, b, c, d in rows)
-
-    def _role(self, name: str) -> str:
-        """`critic Qwen2.5-VL-7B megatron TP4`; the model is named where it is the role's own."""
-        own = f"{self.spec_of(name).name} " if self.roles[name].model else ""
-        return f"{name} {own}{_engine(self.trainer(name))}"
-
-    def _cluster(self) -> str:
-        c = self.cluster
-        host = f"{c.host_memory_gb / 1000:g} TB" if c.host_memory_gb >= 1000 else f"{c.host_memory_gb:g} GB"
-        nodes = f"{c.nodes} node{'s' if c.nodes > 1 else ''}"
-        return f"{nodes} x {c.gpus_per_node} {self.device.name}, {host} host"
-
-    def _work(self) -> str:
-        w = self.workload
-        return f"{w.prompts} prompts x {w.group} responses, {w.prompt_tokens} + {w.response_tokens} tokens"
-
-    def _shared(self) -> str:
-        return "" if self.disaggregated else f" (q = {self.q})"
-
-    def _schedule(self) -> str:
-        pools = f", {self.train_gpus} + {self.rollout_gpus} GPUs" if self.disaggregated else ""
-        return self.schedule + pools + (f" without {', '.join(self.ablate)}" if self.ablate else "")
-
-
-def _parameters(count: int) -> str:
-    scale, unit = (1e9, "B") if count >= 1e8 else (1e6, "M")
-    return f"{count / scale:.2f} {unit} parameters"
-
-
-def _engine(section: Any) -> str:
-    return f"{section.engine} {section.degrees}"
-
-
-def _first_word(text: str) -> tuple[str, str]:
-    first, _, rest = text.partition(" ")
-    return first, rest
+        return describe(self)
 
 
 def load_job(path: str | Path, overrides: Iterable[str] = ()) -> Job:

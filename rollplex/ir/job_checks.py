@@ -182,8 +182,8 @@ def _whole_groups(job: Job, path: KeyPath, section: Parallel) -> Iterator[Findin
 
 
 def _ratio(job: Job) -> Iterator[Finding]:
-    if job.disaggregated:
-        return  # no shard is shared
+    if not job.shares_weights:
+        return
     train, rollout = job.train_tp, job.rollout_tp
     if train % rollout:
         legal = [t for t in range(1, train + 1) if train % t == 0]

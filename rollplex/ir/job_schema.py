@@ -171,6 +171,14 @@ class Train(Parallel):
     distributed_optimizer: bool = Field(
         default=False, description="megatron: cut master weights and moments over the data x context parallel ranks"
     )
+    zero: Annotated[int, Field(ge=0, le=3)] | None = Field(
+        default=None,
+        description="fsdp: cut over the data-parallel ranks are optimizer states (1), gradients too (2), weights too "
+        "(3, FSDP's full shard); null is 3",
+    )
+    microbatch: Count = Field(default=1, description="fsdp: whole sequences that are trained or scored at a time")
+    offload_parameters: bool = Field(default=False, description="fsdp: weights may wait in host memory")
+    offload_optimizer: bool = Field(default=False, description="fsdp: gradients and moments may wait in host memory")
     make_vocab_size_divisible_by: Count | None = Field(
         default=None,
         description="megatron: rows of embedding and head are a multiple of this x tensor_parallel; null takes vLLM's",

@@ -29,6 +29,7 @@ def degrees(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
     yield from _data_parallel(job, path, section)
     yield from _vocabulary(job, path, section)
     yield from _host(path, section)
+    yield from _whole_sequences(job, path, section)
 
 
 def parallel_notes(job: Job, path: KeyPath, section: Parallel) -> Iterator[str]:
@@ -133,3 +134,38 @@ def _host(path: KeyPath, section: Train) -> Iterator[Finding]:
     for key in ("pipeline_parallel", "context_parallel", "expert_parallel", "distributed_optimizer"):
         if getattr(section, key) != type(section).model_fields[key].default:
             yield Finding((*path, key), f"engine host has no {key}: it trains on one rank", "leave it out")
+
+
+FSDP = "fsdp"
+_ONLY_WHOLE = ("zero", "microbatch", "offload_parameters", "offload_optimizer")
+_NOT_WHOLE = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "distributed_optimizer")
+
+
+def _whole_sequences(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
+    """FSDP's keys are for FSDP; it cuts nothing but states and, by heads, sequences (Ulysses), and overlaps nothing."""
+    whole = job.whole_sequences(str(path[1]))
+    for key in _NOT_WHOLE if whole else _ONLY_WHOLE:
+        if getattr(section, key) != type(section).model_fields[key].default:
+            hint = "leave it out" if whole else f"leave it out, or engine: {FSDP}"
+            yield Finding((*path, key), f"engine {section.engine} has no {key}", hint, ((*path, "engine"),))
+    if not whole:
+        return
+    if job.schedule != "serial":
+        what = f"engine {section.engine} runs whole sequences after the rollout: nothing of it can overlap"
+        yield Finding((*path, "engine"), what, "schedule: serial", (("schedule",),))
+    if job.roles[str(path[1])].recompute == "selective":
+        what = f"engine {section.engine} recomputes whole layers or nothing"
+        yield Finding(("roles", path[1], "recompute"), what, "full", ((*path, "engine"),))
+    yield from _ulysses(job, path, section)
+
+
+def _ulysses(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
+    """Sequence parallelism by heads: each rank takes some heads of the whole sequence inside attention."""
+    spec, sp = job.spec_of(str(path[1])), section.context_parallel
+    if spec.heads % sp or (spec.kv_heads % sp and sp % spec.kv_heads):
+        heads = f"{spec.heads} attention and {spec.kv_heads} KV heads"
+        legal = [n for n in range(1, spec.heads + 1) if not spec.heads % n]
+        legal = [n for n in legal if not spec.kv_heads % n or not n % spec.kv_heads]
+        what = f"context_parallel {sp} cannot deal out the {heads} ({spec.name})"
+        hint = "context_parallel " + " or ".join(map(str, legal))
+        yield Finding((*path, "context_parallel"), what, hint, (("model",), (*path, "engine")))

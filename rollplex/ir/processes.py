@@ -28,6 +28,10 @@ class ProcessKind(Strict):
         default=(), description="roles of which each replica updates a share of the parameters"
     )
 
+    fully_sharded: tuple[str, ...] = Field(
+        default=(), description="roles whose new weights stay cut over the replicas (ZeRO-3)"
+    )
+
     def replicas(self, role: str) -> int:
         """Ranks with the same weights of a role, over which its gradients are reduced."""
         return self.role_replicas.get(role, self.copies(role))

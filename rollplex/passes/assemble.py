@@ -77,7 +77,8 @@ def processes(job: Job) -> dict[str, ProcessKind]:
             pipeline_parallel=trainer.pipeline_parallel,
             context_parallel=trainer.context_parallel,
             expert_parallel=trainer.expert_parallel,
-            distributed_optimizer=tuple(r for r in job.trained if job.trainer(r).distributed_optimizer),
+            distributed_optimizer=tuple(r for r in job.trained if job.cuts_optimizer(r)),
+            fully_sharded=tuple(r for r in job.trained if job.zero(r) == 3),
         ),
         "rollout": ProcessKind(
             engine=rollout.engine,

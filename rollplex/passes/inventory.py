@@ -14,6 +14,7 @@ from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Call, Schedule
 from rollplex.passes.state import HeldSizes, SizeChoice, StateObject
 from rollplex.passes.update_sizes import (
+    ADAM_TEMPORARIES,
     chunks_in_flight,
     pages,
     reserved_elements,
@@ -73,8 +74,10 @@ class Inventory(WeightRows):
 
     def choices(self) -> tuple[SizeChoice, ...]:
         """Sizes of the suffix workspaces for every number of responses that divides the group."""
-        n, page = self.job.group, self.job.device.page_bytes
-        divisors = [m for m in range(1, n + 1) if n % m == 0]
+        job, n, page = self.job, self.job.group, self.job.device.page_bytes
+        policy = job.trainer(job.policy) if job.whole_sequences(job.policy) else None
+        most = min(n, policy.microbatch) if policy else n
+        divisors = [m for m in range(1, most + 1) if n % m == 0]
         rows = ((m, {o.name: pages(o.nbytes, page) for o in self._suffix_workspaces(m)}) for m in divisors)
         return tuple(SizeChoice(m, sizes) for m, sizes in rows)
 
@@ -170,6 +173,8 @@ class Inventory(WeightRows):
 
     def _work(self, role: str, responses: int) -> Work:
         """A suffix step on some of a group's responses, or the whole call where it is not split."""
+        if self.job.whole_sequences(role):
+            responses = self.job.trainer(role).microbatch
         work = one_response(role_work(self.job, role), responses)
         return whole_call(work) if self.whole(role) else work
 
@@ -184,7 +189,9 @@ class Inventory(WeightRows):
     def _update(self, role: str) -> Iterator[StateObject]:
         job, size, parameters = self.job, state_itemsize(self.job), updated_parameters(self.job, role)
         update, train = self.role_windows(role, "update"), self.role_windows(role, "train")
-        kept, whole = self.off("state_offload"), self.off("chunked_optimizer")
+        resident = self.job.whole_sequences(role)  # an optimizer that is not streamed
+        kept = self.off("state_offload") or (resident and not job.trainer(role).offload_optimizer)
+        whole = self.off("chunked_optimizer") or resident
         options: frozenset[Residency] = frozenset({"hbm"} if kept else {"hbm", "host"})
         uses = self.uses(update, "hbm" if whole else "stream")
         yield StateObject(
@@ -193,11 +200,15 @@ class Inventory(WeightRows):
             {**self.uses(train), **uses}, produced=train[0], always=self.naive, options=options,
             why="accumulated over prompt groups, consumed chunk by chunk",
         )  # fmt: skip
-        for name, title, copies in (("master", "master weights", 1), ("moments", "Adam moments", 2)):
+        masters = 0 if job.zero(role) == 3 else 1  # ZeRO-3's weights are the masters
+        for name, title, copies in (("master", "master weights", masters), ("moments", "Adam moments", 2)):
             yield StateObject(
                 f"{role}.{name}", f"{role} FP{8 * size} {title}", "permanent", role, copies * parameters * size, uses,
                 always=self.naive, options=options, why="streamed through the update, never discarded",
             )  # fmt: skip
+        if resident:
+            nbytes = ADAM_TEMPORARIES * parameters * size
+            yield self._workspace(f"{role}.adam", f"{role} Adam temporaries", nbytes, update)
         if not (self.naive or whole):
             element = workspace_bytes_per_element(job, role, streamed=True)
             held = self.held_elements if role == job.policy else None

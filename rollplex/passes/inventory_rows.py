@@ -9,7 +9,7 @@ from rollplex.backends.facts import EngineFacts, load_facts
 from rollplex.ir.job import Job
 from rollplex.passes.schedule import Kind, Schedule
 from rollplex.passes.state import Use
-from rollplex.passes.work import held_parameters
+from rollplex.passes.work import weight_bytes
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rows:
     @property
     def shared(self) -> bool:
         """Whether both engines read one copy of the policy's weights."""
-        return not (self.apart or self.off("weight_sharing"))
+        return self.job.shares_weights and not self.off("weight_sharing")
 
     # ---- helpers
 
@@ -71,7 +71,7 @@ class Rows:
 
     def language_bytes(self, role: str) -> int:
         """Language weights of a role on one rank of its training or scoring engine."""
-        return held_parameters(self.job, role, "language") * self.job.itemsize
+        return weight_bytes(self.job, role, "language")
 
     def whole(self, role: str) -> bool:
         """Whether the role's call is not split into prefix and suffix."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypedDict
 
 from rollplex.ir.plan import Residency
 from rollplex.passes.inventory_rows import Rows
@@ -13,7 +14,15 @@ from rollplex.passes.work import (
     process_bytes,
     shares_tower,
     trains_vision,
+    weight_bytes,
 )
+
+
+class _Places(TypedDict):
+    """Whether an object stays in HBM, and where else it may be."""
+
+    always: bool
+    options: frozenset[Residency]
 
 
 @dataclass(frozen=True)
@@ -43,16 +52,17 @@ class WeightRows(Rows):
         dtype, rollout_shard = self.dtype, job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
         readers = ("rollout",) if shared else ()
         yield StateObject(
-            f"{role}.snapshot", f"{role} {dtype} {'snapshot' if shared else 'weights'}", "regenerable", role,
+            f"{role}.snapshot", f"{role} {self._format(role)} {'snapshot' if shared else 'weights'}", "regenerable",
+            role,
             rollout_shard if shared else self.language_bytes(role), self.uses(reading),
-            readers=readers, always=True,
+            readers=readers, **self._kept(role),
             why=f"{'one copy for both engines, ' if shared else ''}rewritten chunk by chunk in P3",
         )  # fmt: skip
         vision = job.spec.vision_parameters * job.itemsize
         yield StateObject(
-            f"{role}.vision", f"{role} vision tower", "regenerable", role, vision,
-            self.uses((*decode, *self._seeing())),
-            readers=readers, always=True, why="replicated on every rank",
+            f"{role}.vision", f"{role} vision tower", "regenerable", role, weight_bytes(job, role, "vision"),
+            self.uses((*decode, *self._seeing())), readers=readers, **self._kept(role),
+            why="cut over all ranks" if job.zero(role) == 3 else "replicated on every rank",
         )  # fmt: skip
         if shared:
             yield StateObject(
@@ -63,13 +73,32 @@ class WeightRows(Rows):
             return
         for name, nbytes in (("weights", rollout_shard), ("vision", vision)):
             sent = name == "weights" or trains_vision(job, role)
+            writes = self.role_windows(role, "update", "publish") if sent else ()
             yield StateObject(
                 f"rollout.{name}", f"rollout {dtype} weights" if name == "weights" else "rollout vision tower",
                 "regenerable", role, nbytes,
-                self.uses((*self.schedule.decode_windows, *(self.role_windows(role, "publish") if sent else ()))),
-                process="rollout", always=True,
-                why="the rollout pool's own copy" if self.apart else "a second copy: weight sharing is off",
+                self.uses((*self.schedule.decode_windows, *writes)),
+                process="rollout", **self._asleep(), why=self._why_second(),
             )  # fmt: skip
+
+    def _format(self, role: str) -> str:
+        return "FP32" if self.job.zero(role) == 3 and self.job.itemsize == 2 else self.dtype
+
+    def _kept(self, role: str) -> _Places:
+        """The policy's weights stay in HBM, unless its engine may offload them."""
+        may = self.job.whole_sequences(role) and self.job.trainer(role).offload_parameters and not self.naive
+        return {"always": not may, "options": frozenset({"hbm", "host"} if may else ())}
+
+    def _asleep(self) -> _Places:
+        """A rollout engine beside a trainer that shares nothing sleeps while that works (vLLM's level 1)."""
+        sleeps = self.job.whole_sequences(self.job.policy) and not (self.apart or self.off("rollout_release"))
+        return {"always": not sleeps, "options": frozenset({"host"} if sleeps else ())}
+
+    def _why_second(self) -> str:
+        if self.apart:
+            return "the rollout pool's own copy"
+        sleeping = self.job.whole_sequences(self.job.policy)
+        return "a second copy, asleep while the trainer works" if sleeping else "a second copy: weight sharing is off"
 
     def _seeing(self) -> tuple[str, ...]:
         """Windows in which a trainer runs the policy's tower: a frozen one serves the prefixes of other roles too."""
@@ -98,7 +127,7 @@ class WeightRows(Rows):
             return
         yield StateObject(
             f"{role}.vision", f"{role} vision tower", "regenerable", role,
-            self.job.spec_of(role).vision_parameters * self.job.itemsize, self.uses(windows), host_backed=True,
+            weight_bytes(self.job, role, "vision"), self.uses(windows), host_backed=True,
             always=self.naive, options=frozenset({"hbm", "host"}), why="frozen: its host copy stays valid",
         )  # fmt: skip
 
@@ -106,8 +135,8 @@ class WeightRows(Rows):
         """Of a role that nobody samples from: its snapshot has no readers and may leave HBM."""
         windows = self.role_windows(role, "prefix", "train", "update")
         options: frozenset[Residency] = frozenset({"hbm"} if self.off("state_offload") else {"hbm", "host"})
-        vision = self.job.spec_of(role).vision_parameters * self.job.itemsize
-        parts = [("snapshot", f"{self.dtype} snapshot", self.language_bytes(role))]
+        vision = weight_bytes(self.job, role, "vision")
+        parts = [("snapshot", f"{self._format(role)} snapshot", self.language_bytes(role))]
         parts += [("vision", "vision tower", vision)] if trains_vision(self.job, role) else []
         for name, title, nbytes in parts:
             yield StateObject(

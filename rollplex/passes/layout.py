@@ -148,7 +148,7 @@ class LayoutPass:
     def run(self, module: Module) -> Module:
         """Solve the layout of the job's actor; see the module's docstring."""
         job = module.job
-        if job.disaggregated:
+        if not job.shares_weights:
             return module.put(Layout(nothing_shared(job), ()))
         found = decide(job, job.layout.order)
         others: dict[LayoutOrder, Decision] = {o: decide(job, o) for o in FIXED_ORDERS if o != job.layout.order}

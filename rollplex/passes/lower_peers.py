@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
-from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, Context
+from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class RolloutProgram(Context):
             yield from released
             yield Signal(window=end, event=RELEASED)
         yield Barrier(window=self.last_window["P2"], name=THETA_QUIET)
+        if woken := self.woken:
+            yield Wait(window=self.updating, event=WAKE)
+            yield from woken
         yield from self.refresh("rollout", self.last_window["P3"])
         yield Barrier(window=self.last_window["P3"], name=PUBLISHED)
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Step, UpdateChunk, Wait
+from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Signal, Step, UpdateChunk, Wait
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.inventory import activations_name
 from rollplex.passes.layout import Layout
-from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, Context
+from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
 from rollplex.passes.schedule import Call, Window
 from rollplex.passes.state import Lifetimes
 from rollplex.passes.update_sizes import workspace_name
-from rollplex.passes.work import trained_parameters, trains_vision, updated_parameters
+from rollplex.passes.work import lacking_parameters, trains_vision, updated_parameters
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class TrainProgram(Context):
             yield from self._window_end(window)
 
     def _waits(self, window: Window) -> Iterator[Step]:
+        if window.name == self.updating and self.woken:
+            yield Signal(window=window.name, event=WAKE)
         if window.name == self.first:
             yield Wait(window=window.name, event=self.prompts)
         for host in self.schedule.hosts:
@@ -127,7 +129,7 @@ class TrainProgram(Context):
         gradients = f"{role}.gradients"
         if job.degrees(role).replicas > 1:
             nbytes = self.module[Lifetimes][gradients].nbytes
-            op = "reduce_scatter" if job.trainer(role).distributed_optimizer else "all_reduce"
+            op = "reduce_scatter" if job.cuts_optimizer(role) else "all_reduce"
             yield Exchange(window=at, group="dp", op=op, object=gradients, nbytes=nbytes)
         norm = "norm" if role == self.policy else f"{role}.norm"
         update = self.schedule.call("update", role)
@@ -174,10 +176,10 @@ class TrainProgram(Context):
             yield UpdateChunk(
                 window=at, role=role, index=index, start=start, stop=min(start + chunks.elements, total),
                 reads=self.placed(at, "hbm", *state),
-                writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, workspace, *state[1:]),
+                writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, workspace, f"{role}.adam", *state[1:]),
                 streams=self.placed(at, "host", *state),
             )  # fmt: skip
-        if others := trained_parameters(job, role) - total:  # each replica updated a share
+        if others := lacking_parameters(job, role):
             nbytes = others * job.itemsize
             yield Exchange(window=at, group="dp", op="all_gather", object=f"{role}.snapshot", nbytes=nbytes)
         if role != self.policy:  # nobody else reads it: there is nothing to exchange or rebuild

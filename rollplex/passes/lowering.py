@@ -17,7 +17,7 @@ from rollplex.passes.state import START, Lifetimes, StateObject
 from rollplex.passes.work import trains_vision
 
 ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
-RELEASED = "rollout-released"
+RELEASED, WAKE = "rollout-released", "rollout-wakes"
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,16 @@ class Context:
     def released(self, window: str) -> tuple[Step, ...]:
         """What the rollout engine lets go of at a window's end."""
         return tuple(self.leave("rollout", window))
+
+    @property
+    def updating(self) -> str:
+        """The first window of phase P3."""
+        return next(w.name for w in self.schedule.windows if w.phase == "P3")
+
+    @property
+    def woken(self) -> tuple[Step, ...]:
+        """What a sleeping rollout engine takes back before its weights are written, once the trainer has room."""
+        return tuple(self.enter("rollout", self.updating))
 
     def place(self, name: str, window: str) -> str:
         """Where an object is in a window; `-` for one that this job does not have."""

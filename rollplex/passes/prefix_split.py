@@ -49,8 +49,8 @@ class Split:
 class _Splitting:
     """One walk over a graph: calls are copied, or replaced by a suffix on a boundary that calls of a role share."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.source = graph
+    def __init__(self, graph: Graph, whole: frozenset[str] = frozenset()) -> None:
+        self.source, self.whole = graph, whole
         self.late = g.response_dependent(graph)
         self.trained = set(g.updates(graph))
         self.graph = Graph()
@@ -76,6 +76,8 @@ class _Splitting:
             return self._whole(node, f"its prompts {prompts.name} depend on the response", early=False)
         if rollout not in self.late:
             return self._whole(node, "nothing of it depends on the response: all of it may run in P1", early=True)
+        if role in self.whole:
+            return self._whole(node, f"{role}'s engine runs whole sequences", early=False)
         boundary = self._boundary(role, self.twin[prompts], node)
         head = {} if g.head(node) == "logprobs" else {"head": g.head(node)}
         new = self._create(ops.suffix, (role, boundary, self.twin[rollout]), node.name, node.meta, head)
@@ -128,6 +130,7 @@ class PrefixSplit:
     def run(self, module: Module) -> Module:
         """The split graph, the fact `Split`, and `Types` with the boundaries."""
         types = module[Types]
-        walk = _Splitting(module.graph)
+        job = module.job
+        walk = _Splitting(module.graph, frozenset(r for r in job.roles if job.whole_sequences(r)))
         graph = walk.run()
         return module.with_graph(graph).put(Split(tuple(walk.calls)), types_of(graph, module.job, types.warnings))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rollplex.ir.job import Job
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
 from rollplex.passes.schedule import Schedule, Window
-from rollplex.passes.work import role_work, trained_parameters, updated_parameters
+from rollplex.passes.work import role_work, updated_parameters
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ def _decode_s(job: Job) -> list[float]:
     return [Costs(job).decode_s(weights, job.rollout_tp, prompts) for prompts in job.sampled_per_engine]
 
 
+def _received_bytes(job: Job) -> int:
+    """What a GPU lacks of its rollout shard: all of it, or the pieces of the ranks that share it."""
+    shard = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
+    return shard - shard // (job.q * job.stages) if job.shares_weights else shard
+
+
 def _window_s(job: Job, window: Window, whole: bool) -> float:
     costs, work, prompts = Costs(job), role_work(job, window.role), job.prompts_of(window.role)
     match window.kind:
@@ -74,5 +80,4 @@ def _window_s(job: Job, window: Window, whole: bool) -> float:
         case "update":
             return costs.adam_s(updated_parameters(job, window.role))
         case _:
-            received = trained_parameters(job, window.role) * (job.q * job.stages - 1) * job.itemsize
-            return costs.refresh_s() if job.disaggregated else costs.exchange_s(received)
+            return costs.refresh_s() if job.disaggregated else costs.exchange_s(_received_bytes(job))

@@ -44,6 +44,7 @@ def role_work(job: Job, role: str) -> Work:
         ep=engine.expert_parallel,
         recompute_attention=job.roles[role].recompute == "selective",
         unfused=job.roles[role].attention == "unfused",
+        zero=job.zero(role),
         steps=job.workload.prompts // max(1, job.data_parallel(role)),
     )
 
@@ -101,16 +102,34 @@ def whole_call(work: Work) -> Work:
     return replace(work, response_tokens=work.prompt_tokens + work.response_tokens)
 
 
+def weight_bytes(job: Job, role: str, part: Part) -> int:
+    """Weights of a part on a rank; under ZeRO-3 a share, in FP32 where they are trained: they are the masters."""
+    held, trained = held_parameters(job, role, part), job.roles[role].train is not None
+    if job.zero(role) < 3:
+        return held * job.itemsize
+    return -(-held // job.degrees(role).replicas) * (max(4, job.itemsize) if trained else job.itemsize)
+
+
 def trained_parameters(job: Job, role: str) -> int:
-    """Parameters a training rank has gradients for."""
+    """Parameters a training rank keeps gradients for: all it trains, or from ZeRO-2 on its share of them."""
+    if job.zero(role) > 1:
+        return updated_parameters(job, role)
     return rank_parameters(job.spec_of(role), job.degrees(role), *trained_parts(job, role))
 
 
 def updated_parameters(job: Job, role: str) -> int:
     """Parameters whose master weights and moments a rank keeps: all it trains, or its share of them."""
-    if not job.trainer(role).distributed_optimizer:
+    if not job.cuts_optimizer(role):
         return trained_parameters(job, role)
     return owned_parameters(job.spec_of(role), job.degrees(role), *trained_parts(job, role))
+
+
+def lacking_parameters(job: Job, role: str) -> int:
+    """Parameters that a rank holds and another replica updates; none where weights stay cut."""
+    if not job.cuts_optimizer(role) or job.zero(role) == 3:
+        return 0
+    whole = rank_parameters(job.spec_of(role), job.degrees(role), *trained_parts(job, role))
+    return whole - updated_parameters(job, role)
 
 
 def shares_tower(job: Job, role: str) -> bool:

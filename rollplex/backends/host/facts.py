@@ -18,6 +18,7 @@ class HostFacts:
     trains: bool = True
     rolls_out: bool = True
     runs: bool = True
+    whole_sequences: bool = False
     overlaps_update: bool = False
     transposed: frozenset[str] = frozenset({"o", "down"})
     split_views: frozenset[str] = frozenset({"gate_up"})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollplex.backends import activations as a
 from rollplex.backends.facts import Block, Work
-from rollplex.backends.megatron import activations as a
 from rollplex.backends.ordering import grouped
 from rollplex.ir.models import ModelSpec
 
@@ -25,6 +25,7 @@ class MegatronFacts:
     trains: bool = True
     rolls_out: bool = False
     runs: bool = False
+    whole_sequences: bool = False
     overlaps_update: bool = True
     transposed: frozenset[str] = frozenset({"o", "down", "expert_down"})
     split_views: frozenset[str] = frozenset({"gate_up", "expert_gate_up"})

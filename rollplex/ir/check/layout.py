@@ -153,12 +153,12 @@ def apart(facts: Facts) -> Iterator[Violation]:
         or layout.case3_buffer_bytes
         or any(c.params or c.bytes for c in layout.cases.values())
     ):
-        yield Violation("layout-cases", "weights lie in both pools, and nothing is shared", where="layout")
+        yield Violation("layout-cases", "weights are in a layout case, and nothing is shared", where="layout")
 
 
 def check_layout(facts: Facts) -> Iterator[Violation]:
     """Everything in which the layout does not add up."""
-    shared = len(facts.plan.summary.pools) == 1
+    shared = len(facts.plan.summary.pools) == 1 and facts.plan.summary.layout.q > 0
     checks = (cases, tensors, views, buffer, exchange, slabs_at_hand) if shared else (apart,)
     for check in (*checks, placement):
         yield from check(facts)

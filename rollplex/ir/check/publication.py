@@ -20,7 +20,7 @@ def exchange(u: Update) -> Iterator[Violation]:
     if name is None:
         return
     gathers = [at for at in u.refreshed(name) if isinstance(at.step, Exchange) and at.index > u.last]
-    if u.sharded:
+    if u.sharded and u.role not in u.facts.plan.processes[u.process].fully_sharded:
         yield from _of_replicas(u, name, gathers)
         gathers = gathers[1:]
     alone = layout.q <= 1 and not layout.exchange_bytes_per_gpu and not u.in_pieces

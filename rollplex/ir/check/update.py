@@ -96,12 +96,13 @@ def chunks(u: Update) -> Iterator[Violation]:
 def _whole(u: Update) -> Iterator[Violation]:
     """The last chunk ends where the gradients end; their bytes are rounded up to pages of at most 2 MiB.
 
-    Where a replica updates a share, it ends where the smallest permanent state ends: one element a parameter.
+    Where a replica updates a share, it ends where its smallest state ends: one element a parameter.
     """
     at, chunk = u.chunks[-1]
     itemsize = state_itemsize(u.facts)
-    kept = sorted(u.facts.permanent(u.role), key=lambda name: u.facts.objects[name].bytes)
-    for name in kept[:1] if u.sharded else u.facts.gradients(u.role):
+    gradients = u.facts.gradients(u.role)
+    kept = sorted((*u.facts.permanent(u.role), *gradients), key=lambda name: u.facts.objects[name].bytes)
+    for name in kept[:1] if u.sharded else gradients:
         rest = u.facts.objects[name].bytes - chunk.stop * itemsize
         if rest < 0:
             yield Violation("chunk-cover", f"element {chunk.stop - 1} lies beyond the end of {name}", at, name)

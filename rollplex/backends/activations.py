@@ -1,4 +1,4 @@
-"""What Megatron-Core keeps and allocates for one language layer, one vision block and the head, a token, on one rank.
+"""What a language layer, a vision block and the head keep and allocate, a token, on one rank: Megatron-Core's modules.
 
 Saved for backward (h hidden, F ffn, i bytes an element, t tensor parallel; the first line is cut only by sequence
 parallelism), without dropout:

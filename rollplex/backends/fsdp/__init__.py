@@ -1,0 +1,1 @@
+"""PyTorch FSDP and ZeRO as trainer and scorer: the serial baseline."""

@@ -1,0 +1,116 @@
+"""Memory of a trainer built on torch FSDP or DeepSpeed ZeRO over Hugging Face modules, as verl and TRL run it.
+
+    zero 0, 1, 2   BF16 weights whole on every rank; FP32 masters beside them (1, 2: cut), gradients FP32 (2: cut)
+    zero 3         FP32 parameters cut over all ranks (they are the masters), gathered in BF16 unit by unit
+
+It runs whole sequences, `microbatch` at a time: every response is run with its prompt before it, nothing of a prompt is
+shared. A layer of transformers saves more than Megatron's: its RMS norms keep an FP32 copy of the input and the
+normalised value, 8 h bytes a token. Logits cover prompt and response, uncut:
+
+    logits, their FP32 copy, log-softmax, both gradients           (2 + 4 + 4 + 4 + 2) V a token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollplex.backends import activations as a
+from rollplex.backends.facts import Block, Work
+from rollplex.backends.ordering import stacked
+from rollplex.ir.models import ModelSpec
+
+NORM_COPIES = 8  # bytes of h a token beyond a fused norm's: FP32 input and normalised value of two norms
+LOGITS_FORWARD, LOGITS_BACKWARD = 2 + 4 + 4, 4 + 2
+BUCKET_ELEMENTS = 5 * 10**8
+"""DeepSpeed's default reduce_bucket_size: gradients in flight where weights are whole."""
+
+
+def layer_bytes(work: Work, context: int) -> int:
+    """Everything one language layer of transformers saves for backward, a token."""
+    return a.layer_bytes(work, context) + NORM_COPIES * work.spec.hidden
+
+
+def layer_parameters(spec: ModelSpec) -> int:
+    """Parameters of the FSDP unit of one language layer: the largest layer."""
+    sizes = [0] * spec.layers
+    for tensor in spec.tensors():
+        if tensor.part == "language" and tensor.layer is not None:
+            sizes[tensor.layer] += tensor.numel
+    return max(sizes)
+
+
+def root_parameters(spec: ModelSpec) -> int:
+    """Parameters of the root unit: embedding, head, final norm; gathered as long as a pass runs."""
+    return sum(t.numel for t in spec.tensors() if t.part == "language" and t.layer is None)
+
+
+def gathered_bytes(work: Work, backward: bool) -> int:
+    """The root unit, the running layer and the one that is prefetched; whole gradients of root and layer."""
+    if work.zero < 3:
+        return BUCKET_ELEMENTS * work.itemsize if work.zero and backward else 0
+    root, layer = root_parameters(work.spec), layer_parameters(work.spec)
+    gradients = (root + layer) * (work.itemsize + 4) if backward else 0  # as computed, and cast to be reduced in FP32
+    return (root + 2 * layer) * work.itemsize + gradients
+
+
+@dataclass(frozen=True)
+class FsdpFacts:
+    """torch FSDP (full shard is zero 3) and ZeRO-1/2, AdamW on resident state."""
+
+    name: str = "fsdp"
+    trains: bool = True
+    rolls_out: bool = False
+    runs: bool = False
+    whole_sequences: bool = True
+    overlaps_update: bool = False
+    transposed: frozenset[str] = frozenset()
+    split_views: frozenset[str] = frozenset()
+    fuses: frozenset[str] = frozenset()
+    reindexes: frozenset[str] = frozenset()
+
+    def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
+        """Separate projections, as transformers names them."""
+        return stacked(spec, fused, tp, rank)
+
+    def prefix_saved_bytes(self, work: Work) -> int:
+        """Nothing is kept of a prompt: it is run again with every response."""
+        return 0
+
+    def prefix_workspace_bytes(self, work: Work, attached: bool) -> int:
+        """A prompt's forward on its way through a whole sequence."""
+        return a.vision_forward_bytes(work)
+
+    def score_workspace_bytes(self, work: Work) -> int:
+        """One layer's forward and the logits of `work.responses` whole sequences, with the gathered units."""
+        tokens, context = self._tokens(work), work.response_tokens
+        layer = a.layer_forward_bytes(work, context) + NORM_COPIES * work.spec.hidden
+        tower = work.responses * a.vision_forward_bytes(work)
+        head = LOGITS_FORWARD * work.spec.outputs + 2 * work.spec.hidden * work.itemsize
+        return max(tokens * max(layer, head), tower) + gathered_bytes(work, backward=False)
+
+    def train_activation_bytes(self, work: Work) -> int:
+        """Everything kept of a microbatch, and the logits or one layer's backward, with the gathered units."""
+        tokens, context = self._tokens(work), work.response_tokens
+        layer = a.layer_input_bytes(work) if work.recompute else layer_bytes(work, context)
+        again = layer_bytes(work, context) if work.recompute else 2 * a.scores_bytes(work, context)
+        head = (LOGITS_FORWARD + LOGITS_BACKWARD) * work.spec.outputs + 4 * work.spec.hidden * work.itemsize
+        kept, running = tokens * work.layers * layer, tokens * max(head, again)
+        return kept + self._tower(work) + running + gathered_bytes(work, backward=True)
+
+    def _tower(self, work: Work) -> int:
+        """The towers of all sequences: a frozen one's forward, a trained one's state."""
+        vision, patches = work.spec.vision, work.responses * work.patches
+        if vision is None or not work.vision_grad:
+            return work.responses * a.vision_forward_bytes(work)
+        block = a.vision_block_bytes(work) + NORM_COPIES * vision.hidden
+        return patches * (vision.depth * a.vision_input_bytes(work) + block if work.recompute else vision.depth * block)
+
+    def _tokens(self, work: Work) -> int:
+        return work.responses * work.local(work.response_tokens)
+
+    def full_activation_bytes(self, work: Work) -> int:
+        """One sequence of prompt and response."""
+        return self.train_activation_bytes(work)
+
+
+FACTS = FsdpFacts()
