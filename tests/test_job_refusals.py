@@ -62,11 +62,6 @@ KEYS = {
         "job.yaml:28: `schedule`: `rolplex` is not known; expected one of serial, rollplex, naive, "
         "disaggregated\n    try: rollplex",
     ),
-    "later layout": (
-        "schedule: rollplex",
-        "layout: {order: reindex}",
-        "job.yaml:28: `order`: `reindex` comes later; expected one of stock",
-    ),
     "ablation": (
         "schedule: rollplex",
         "ablate: [weight_share]",
