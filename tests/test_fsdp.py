@@ -204,6 +204,10 @@ REFUSED = {
         "context_parallel 16 cannot deal out the 40 attention and 8 KV heads (Qwen2.5-32B)\n"
         "    try: context_parallel 1 or 2 or 4 or 8 or 40",
     ),
+    "two kinds of trainers": (
+        ["roles.critic={train: {engine: megatron}}"],
+        "engine fsdp of `actor` runs whole sequences, that of `critic` does not\n    try: one kind of trainer a job",
+    ),
     "no such engine": (["roles.actor.train.engine=deepspeed"], "no train engine `deepspeed`"),
 }
 

@@ -45,7 +45,7 @@ def parallel_notes(job: Job, path: KeyPath, section: Parallel) -> Iterator[str]:
             f"{where}: sizes are those of the pipeline stage that holds most of each object: the first has embedding, "
             f"tower and {section.pipeline_parallel} suffix steps in flight, the last has the head"
         )
-    if spec.moe:
+    if spec.moe and path[2] == "train":
         yield f"{where}: experts are taken as evenly loaded"
 
 
@@ -150,6 +150,10 @@ def _whole_sequences(job: Job, path: KeyPath, section: Train) -> Iterator[Findin
             yield Finding((*path, key), f"engine {section.engine} has no {key}", hint, ((*path, "engine"),))
     if not whole:
         return
+    others = [name for name, role in job.roles.items() if role.train and not job.whole_sequences(name)]
+    if path[2] == "train" and others:
+        what = f"engine {section.engine} of `{path[1]}` runs whole sequences, that of `{others[0]}` does not"
+        yield Finding((*path, "engine"), what, "one kind of trainer a job", (("roles", others[0]),))
     if job.schedule != "serial":
         what = f"engine {section.engine} runs whole sequences after the rollout: nothing of it can overlap"
         yield Finding((*path, "engine"), what, "schedule: serial", (("schedule",),))

@@ -44,6 +44,7 @@ from rollplex.passes.update_sizes import (
     chunk_bytes_per_element,
     chunks_in_flight,
     pages,
+    resident_bytes,
     workspace_bytes_per_element,
     workspace_name,
 )
@@ -299,7 +300,8 @@ def whole_update(job: Job, smallest: SizeChoice, others: tuple[str, ...]) -> Chu
     def whole(role: str) -> OptimizerChunks:
         parameters = updated_parameters(job, role)
         nbytes = parameters * chunk_bytes_per_element(job)
-        return OptimizerChunks(count=1, elements=parameters, bytes=nbytes, workspace_bytes=0)
+        workspace = resident_bytes(job, role, parameters)
+        return OptimizerChunks(count=1, elements=parameters, bytes=nbytes, workspace_bytes=workspace)
 
     summary = ChunkSummary(optimizer=whole(job.policy), microbatch=_microbatch(smallest))
     chunks = Chunks(summary, dict(smallest.nbytes), ())

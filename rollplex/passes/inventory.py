@@ -14,10 +14,10 @@ from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Call, Schedule
 from rollplex.passes.state import HeldSizes, SizeChoice, StateObject
 from rollplex.passes.update_sizes import (
-    ADAM_TEMPORARIES,
     chunks_in_flight,
     pages,
     reserved_elements,
+    resident_bytes,
     state_itemsize,
     workspace_bytes_per_element,
     workspace_name,
@@ -207,7 +207,7 @@ class Inventory(WeightRows):
                 always=self.naive, options=options, why="streamed through the update, never discarded",
             )  # fmt: skip
         if resident:
-            nbytes = ADAM_TEMPORARIES * parameters * size
+            nbytes = resident_bytes(job, role, parameters)
             yield self._workspace(f"{role}.adam", f"{role} Adam temporaries", nbytes, update)
         if not (self.naive or whole):
             element = workspace_bytes_per_element(job, role, streamed=True)

@@ -65,7 +65,8 @@ def _decode_s(job: Job) -> list[float]:
 def _received_bytes(job: Job) -> int:
     """What a GPU lacks of its rollout shard: all of it, or the pieces of the ranks that share it."""
     shard = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
-    return shard - shard // (job.q * job.stages) if job.shares_weights else shard
+    pieces = job.q * job.stages
+    return shard - shard // pieces if pieces else shard
 
 
 def _window_s(job: Job, window: Window, whole: bool) -> float:

@@ -33,6 +33,13 @@ def workspace_bytes_per_element(job: Job, role: str, streamed: bool) -> int:
     return temporaries + (chunk_bytes_per_element(job) if streamed else 0)
 
 
+def resident_bytes(job: Job, role: str, parameters: int) -> int:
+    """What torch's Adam allocates over a whole resident state; nothing where the update is streamed in chunks."""
+    if not job.whole_sequences(role):
+        return 0
+    return pages(ADAM_TEMPORARIES * parameters * state_itemsize(job), job.device.page_bytes)
+
+
 def reserved_elements(job: Job, parameters: int, held: int | None = None) -> int:
     """Parameters of the chunk that residency makes room for: an ablation's, or by the number the job states."""
     stated = job.optimizer.chunks
