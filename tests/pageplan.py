@@ -119,6 +119,7 @@ def summary(
         peak_hbm_bytes=peak.hbm_bytes,
         peak_window=peak.name,
         peak_host_bytes=max(w.host_bytes for w in filled),
+        batch_bytes=3 * GIB,
         pools=(
             PoolSummary(
                 name="gpus", gpus=8, peak_hbm_bytes=peak.hbm_bytes, peak_window=peak.name,

@@ -160,6 +160,7 @@ def summary(variant: Variant) -> Summary:
         peak_hbm_bytes=peak.hbm_bytes,
         peak_window=peak.name,
         peak_host_bytes=host,
+        batch_bytes=8,
         pools=tuple(_pool(variant, name, held) for name, held in by_pool(variant)),
         objects=objects(variant),
         windows=shown,

@@ -139,6 +139,7 @@ class Summary(Strict):
     peak_hbm_bytes: Whole
     peak_window: str
     peak_host_bytes: Whole
+    batch_bytes: Whole = Field(description="one step's prompts, pixels and responses, in the controller's host memory")
     pools: tuple[PoolSummary, ...] = Field(min_length=1, description="one, or one for rollout and one for training")
     objects: tuple[PlannedObject, ...]
     windows: tuple[WindowSummary, ...]

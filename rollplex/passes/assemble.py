@@ -26,6 +26,7 @@ from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
 from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
+from rollplex.passes.payload import batch_bytes, beside_pool_bytes
 from rollplex.passes.pools import by_pool, hbm_bytes, host_bytes, pool_summaries
 from rollplex.passes.records import graph_records, host_names, loss_plans
 from rollplex.passes.residency import Residency
@@ -152,6 +153,7 @@ def summarise(module: Module) -> Summary:
         peak_hbm_bytes=peak.hbm_bytes,
         peak_window=peak.name,
         peak_host_bytes=max(w.host_bytes for w in windows),
+        batch_bytes=batch_bytes(job),
         pools=pool_summaries(job, objects),
         objects=tuple(objects),
         windows=tuple(windows),
@@ -247,6 +249,9 @@ def warnings(module: Module) -> list[str]:
             "(paper section 3.2); state optimizer.chunks to see whether finer ones make up for what is switched off"
         )
     found += _sampled_again(module)
+    if (batch := batch_bytes(job)) > (left := beside_pool_bytes(job)):
+        what = f"one step's batch ({pretty(batch)} for {job.workload.prompts * job.group} samples) is more than the"
+        found.append(f"{what} {pretty(left)} of a node's host memory that the pinned pool leaves")
     if job.workload.response_median is None:
         found.append("no workload.response_median: decode is predicted for responses that all fill their budget")
     return found

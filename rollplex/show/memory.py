@@ -12,15 +12,16 @@ from collections.abc import Iterable
 from rich.text import Text
 
 from rollplex.ir.plan import Plan, PoolSummary, WindowSummary
-from rollplex.show.text import LABEL, WIDTH, Unit, clip, joined, labelled, line, seconds, unit_for
+from rollplex.show.text import LABEL, WIDTH, Unit, clip, joined, labelled, line, seconds, size, unit_for
 
 _NAME, _FIGURE, _SECONDS, _MARK = 30, 9, 9, 6  # a window's name has at most so many characters
 _LINES = 2  # of objects under the peak
 
 
 def memory_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
-    """The bars of every pool, then the pinned host memory."""
-    return [*(text for pool in plan.summary.pools for text in _bars(plan, pool, width)), *_pinned(plan, width)]
+    """The bars of every pool, then the pinned host memory, and the step's batch beside it."""
+    bars = (text for pool in plan.summary.pools for text in _bars(plan, pool, width))
+    return [*bars, *_pinned(plan, width), *_batch(plan, width)]
 
 
 def _bars(plan: Plan, pool: PoolSummary, width: int) -> list[Text]:
@@ -86,6 +87,13 @@ def _summed(sizes: list[tuple[str, int]], unit: Unit, width: int) -> list[str]:
         if len(lines) <= _LINES:
             return lines
     return []
+
+
+def _batch(plan: Plan, width: int) -> list[Text]:
+    """What a step's data take; on no GPU more than a microbatch of them."""
+    return labelled(
+        "batch", f"{size(plan.summary.batch_bytes)} of tokens and pixels a step, unpinned, at the controller", width
+    )
 
 
 def _pinned(plan: Plan, width: int) -> list[Text]:

@@ -1,0 +1,44 @@
+"""The bytes of a step's batch, counted by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from job_texts import edited, write
+
+from rollplex import api
+from rollplex.ir.job import load_job
+from rollplex.passes.payload import batch_bytes, pixel_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_tokens_and_pixels_by_hand(tmp_path: Path) -> None:
+    """Ids and masks of prompts, ids, log-probs and masks of responses, and bf16 pixels of 4 patches a visual token."""
+    job = load_job(write(tmp_path, edited(("frames: 16", "frames: 16\n  max_pixels: 602112"))))
+    patches = 8 * 768 * 4  # two frames a patch, 768 tokens a frame, four patches a token
+    pixels = patches * 3 * 2 * 14 * 14 * 2
+    assert pixel_bytes(job) == pixels
+    assert batch_bytes(job) == 32 * (8192 * 9 + pixels + 8 * 2048 * 13)
+
+
+def test_text_has_no_pixels(tmp_path: Path) -> None:
+    """Without frames the same model reads text alone; of more samples only the responses grow."""
+    text = edited(("  frames: 16\n", ""), ("group: 8", "group: 1"))
+    one, eight = (load_job(write(tmp_path, text), [f"workload.group={n}"]) for n in (1, 8))
+    assert pixel_bytes(one) == 0
+    assert batch_bytes(eight) - batch_bytes(one) == 32 * 7 * 2048 * 13
+
+
+def test_a_batch_that_crowds_the_host_is_warned_of() -> None:
+    """What the pool leaves of a node holds the batch, or the plan says so; the page has its size either way."""
+    grpo, job = str(ROOT / "examples/grpo.py"), ROOT / "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
+    plan, crowded = (api.compile_files(grpo, job, [f"cluster.pinned_share={s}"]).plan for s in (0.85, 0.999))
+    assert plan.summary.batch_bytes == pytest.approx(2.31 * 2**30, rel=0.01)
+    assert not [w for w in plan.summary.warnings if "batch" in w]
+    (warning,) = (w for w in crowded.summary.warnings if "batch" in w)
+    assert warning == (
+        "one step's batch (2.3 GiB for 256 samples) is more than the 1.3 GiB of a node's host memory that the pinned "
+        "pool leaves"
+    )
