@@ -34,6 +34,8 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
         CLUSTER,
         ("schedule=disaggregated", "cluster.rollout_gpus=16", "roles.actor.freeze=[]"),
     ),
+    "partial rollout": (CLUSTER, ("workload.rollout={kind: partial, share: 0.8}",)),
+    "oversampling": (CLUSTER, ("workload.rollout={kind: oversample, factor: 1.25}", "schedule=serial")),
     "two pools of a node": (NODE, ("schedule=disaggregated", "cluster.rollout_gpus=4", *TP4, *FEW)),
     "no state offload": (NODE, ("ablate=[state_offload]", *FEW)),
     "no chunked optimizer": (NODE, ("ablate=[chunked_optimizer]", *FEW)),

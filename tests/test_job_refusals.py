@@ -173,6 +173,23 @@ RULES = {
         ],
         "job.yaml:30: ablate has weight_sharing, but pools of their own share no weights\n    try: schedule: rollplex",
     ),
+    "tail without a share": (
+        [("group: 8", "group: 8\n  rollout: {kind: partial}")],
+        "job.yaml:25: kind partial needs a `share`\n    try: share: 0.8",
+    ),
+    "tail with the other's key": (
+        [("group: 8", "group: 8\n  rollout: {kind: oversample, factor: 1.25, share: 0.8}")],
+        "job.yaml:25: share 0.8 has no effect with kind oversample\n    try: kind: partial",
+    ),
+    "no tail to cut": (
+        [("group: 8", "group: 8\n  rollout: {factor: 1.25}")],
+        "job.yaml:25: factor 1.25 has no effect with kind full\n    try: kind: oversample",
+    ),
+    "sampled prompts over engines": (
+        [("group: 8", "group: 8\n  rollout: {kind: oversample, factor: 1.03}")],
+        "job.yaml:25: 33 sampled prompts do not divide over the 2 rollout engines\n"
+        "    try: factor: 1.0625, for 34 of them",
+    ),
     "prompts over engines": (
         [("prompts: 32", "prompts: 33")],
         "job.yaml:23: 33 prompts do not divide over the 2 rollout engines\n    try: a multiple of 2, such as 32",

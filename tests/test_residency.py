@@ -27,7 +27,8 @@ BOTH: frozenset[Place] = frozenset({"hbm", "host"})
 
 
 def schedule(kind: str) -> Schedule:
-    return Schedule(kind, tuple(windows_of(CALLS, kind)), tuple(CALLS), (), {})
+    scored = [c for c in CALLS if c.op == "suffix"]
+    return Schedule(kind, tuple(windows_of(CALLS, scored, kind)), tuple(CALLS), (), {}, {})
 
 
 def solve(data: Data) -> Residency:

@@ -7,7 +7,9 @@ from typing import Any
 GROUP = 4
 
 
-def tiny_job(schedule: str, gpus: int, rollout_gpus: int | None, capacity: int, host: int) -> dict[str, Any]:
+def tiny_job(
+    schedule: str, gpus: int, rollout_gpus: int | None, capacity: int, host: int, share: float | None = None
+) -> dict[str, Any]:
     """Training TP 2 over rollout TP 1; a prompt group a slot for every data-parallel rank."""
     engine = {"engine": "host", "tensor_parallel": 2}
     rollout = {"engine": "host", "tensor_parallel": 1, "kv_cache_gib": 1, "runtime_gib": 0}
@@ -18,6 +20,9 @@ def tiny_job(schedule: str, gpus: int, rollout_gpus: int | None, capacity: int, 
             "host_memory_gb": host * gpus / 10**9, "pinned_share": 1.0,
         },
         "roles": {"actor": {"train": engine, "rollout": rollout, "freeze": []}, "reference": {"score": engine}},
-        "workload": {"prompts": rollout_gpus or gpus, "group": GROUP, "prompt_tokens": 64, "response_tokens": 16},
+        "workload": {
+            "prompts": rollout_gpus or gpus, "group": GROUP, "prompt_tokens": 64, "response_tokens": 16,
+            "rollout": {"kind": "partial", "share": share} if share else {},
+        },
         "schedule": schedule,
     }  # fmt: skip

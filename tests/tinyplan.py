@@ -23,6 +23,7 @@ only then are the pages of the KV cache gone. Two more plans do the same work in
  serial    the prefixes stand behind rollout-complete; the actor recomputes its saved state instead of keeping it
  apart     as serial, with one switch of the paper's section 3 after the other turned off: the rollout engine has a copy
            of the weights, Adam state comes to HBM as a whole; two data-parallel ranks reduce their gradients
+ partial   as rollplex, with four groups sampled and prefixed of which a step takes two; the others go on in the next
  pools     as apart, with the rollout engine on GPUs of its own: what it holds is not added to what the trainer holds
 """
 
@@ -76,7 +77,15 @@ class Hand:
 
     @property
     def saved(self) -> tuple[str, ...]:
-        return ("actor.prefix_saved",) if self.variant == "rollplex" else ()
+        return ("actor.prefix_saved",) if self.overlapped else ()
+
+    @property
+    def overlapped(self) -> bool:
+        return self.variant in ("rollplex", "partial")
+
+    @property
+    def sampled(self) -> tuple[int, ...]:
+        return (*GROUPS, 2, 3) if self.variant == "partial" else GROUPS
 
     # ---- the trainer's tasks
 
@@ -120,12 +129,12 @@ class Hand:
         return [
             Fetch(window=w, object="reference.weights"),
             Map(window=w, object="reference.boundary"),
-            *(self.prefix("reference", m) for m in GROUPS),
-            *([Unmap(window=w, object="reference.weights")] if self.variant == "rollplex" else []),
+            *(self.prefix("reference", m) for m in self.sampled),
+            *([Unmap(window=w, object="reference.weights")] if self.overlapped else []),
         ]
 
     def actor(self) -> list[Step]:
-        return [Map(window=self.w["actor"], object="actor.boundary"), *(self.prefix("actor", m) for m in GROUPS)]
+        return [Map(window=self.w["actor"], object="actor.boundary"), *(self.prefix("actor", m) for m in self.sampled)]
 
     def decode(self) -> list[Step]:
         w = self.w["decode"]
@@ -138,7 +147,7 @@ class Hand:
     def score(self) -> list[Step]:
         w = self.w["score"]
         return [
-            *([Fetch(window=w, object="reference.weights")] if self.variant == "rollplex" else []),
+            *([Fetch(window=w, object="reference.weights")] if self.overlapped else []),
             Map(window=w, object="reference.workspace"),
             *(self.suffix(m) for m in GROUPS),
             *(Unmap(window=w, object=f"reference.{o}") for o in ("weights", "boundary", "workspace")),
@@ -199,6 +208,7 @@ class Hand:
             Run(
                 window=first, task="generate", node="rollout", role="actor", writes=("rollout.kv",),
                 reads=("rollout.weights",) if self.apart else weights, inputs=("prompts",), outputs=("rollout",),
+                streams=("rollout.carried",) if self.variant == "partial" else (),
             ),
             Signal(window=decode, event="rollout", carries=("rollout",)),
             Barrier(window=decode, name="rollout-complete"),
@@ -229,15 +239,19 @@ def tiny_plan(variant: Variant = "rollplex") -> Plan:
     hand = Hand(variant)
     copies = 2 if hand.apart else 1
     home = ("training", "rollout") if variant == "pools" else ("gpus", "gpus")
-    held, schedule = summary(variant), {"rollplex": "rollplex", "pools": "disaggregated"}.get(variant, "serial")
+    held = summary(variant)
+    schedule = "disaggregated" if variant == "pools" else "rollplex" if hand.overlapped else "serial"
     gpus, apart = (8, 4) if variant == "pools" else (2 * copies, None)
     reasons = [f"{gpus} GPUs: the host backend runs one training and one rollout rank"]
     reasons += [f"schedule {schedule}"] if apart else []
+    reasons += ["partial rollout"] if variant == "partial" else []
     return Plan(
         feasible=True,
         schedule=schedule,
         algorithm="grpo.py:grpo",
-        job=tiny_job(schedule, gpus, apart, held.capacity_bytes, held.host_capacity_bytes),
+        job=tiny_job(
+            schedule, gpus, apart, held.capacity_bytes, held.host_capacity_bytes, 0.5 if variant == "partial" else None
+        ),
         graph=graph(WINDOWS[variant]),
         losses={"actor": loss()},
         hosts={"score": "reward"},

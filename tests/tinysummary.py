@@ -15,12 +15,13 @@ from rollplex.ir.plan import (
     Residency,
     SolverResult,
     Summary,
+    Tail,
     Times,
     WindowSummary,
 )
 from rollplex.ir.planned_layout import CaseBytes, LayoutClass, LayoutSummary, TensorPlacement
 
-Variant = Literal["rollplex", "serial", "apart", "pools"]
+Variant = Literal["rollplex", "serial", "apart", "pools", "partial"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 Phase = Literal["P1", "P2", "P3"]
 
@@ -33,16 +34,18 @@ _SERIAL = {
     "update": "P3 update",
     "publish": "P3 publish",
 }
+_OVERLAPPED = {
+    "reference": "P1 prefix-reference",
+    "actor": "P1 prefix-actor",
+    "decode": "P1 decode",
+    "score": "P2 score-reference",
+    "train": "P2 train-actor",
+    "update": "P3 update",
+    "publish": "P3 publish",
+}
 WINDOWS: dict[Variant, dict[str, str]] = {
-    "rollplex": {
-        "reference": "P1 prefix-reference",
-        "actor": "P1 prefix-actor",
-        "decode": "P1 decode",
-        "score": "P2 score-reference",
-        "train": "P2 train-actor",
-        "update": "P3 update",
-        "publish": "P3 publish",
-    },
+    "rollplex": _OVERLAPPED,
+    "partial": _OVERLAPPED,
     "serial": _SERIAL,
     "apart": _SERIAL,
     "pools": _SERIAL,
@@ -65,15 +68,18 @@ actor.gradients     phase-local    40 -     ----Hh- ----uu- ----Hh- ----uu- ----
 actor.master        permanent      40 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
 actor.moments       permanent      80 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
 optimizer.workspace phase-local   128 -     -----H- -----u- -----H- -----u- . .
+rollout.carried     permanent       4 host  hhhhhhh u------ . .             . .             partial
 """
-COLUMN: dict[Variant, int] = {"rollplex": 4, "serial": 6, "apart": 8, "pools": 8}
+PARTIAL = Tail(kind="partial", sampled=4, taken=2, carried="rollout.carried", ends_at_tokens=9.0, snapshots=2)
+COLUMN: dict[Variant, int] = {"rollplex": 4, "partial": 4, "serial": 6, "apart": 8, "pools": 8}
 PLACES: dict[str, Residency] = {"H": "hbm", "h": "host", "d": "dropped", "-": "-"}
 
 
 def objects(variant: Variant) -> tuple[PlannedObject, ...]:
     """The rows of the table that a variant has."""
     rows = [line.split() for line in TABLE.strip().splitlines()[1:]]
-    return tuple(_object(row, variant) for row in rows if row[COLUMN[variant]] != ".")
+    there = (row for row in rows if row[COLUMN[variant]] != "." and ("partial" not in row or variant == "partial"))
+    return tuple(_object(row, variant) for row in there)
 
 
 def _object(row: Sequence[str], variant: Variant) -> PlannedObject:
@@ -87,11 +93,11 @@ def _object(row: Sequence[str], variant: Variant) -> PlannedObject:
     return PlannedObject(
         name=name,
         title=name,
-        role=owner if owner in ("actor", "reference") else "actor",
+        role="" if "partial" in more else owner if owner == "reference" else "actor",
         process="rollout" if owner == "rollout" else "train",
-        readers=("rollout",) if "shared" in more and variant in ("rollplex", "serial") else (),
+        readers=("rollout",) if "shared" in more and variant not in ("apart", "pools") else (),
         bytes=int(nbytes),
-        slots=2 if "slots" in more else 1,
+        slots=(4 if variant == "partial" else 2) if "slots" in more else 1,
         start=cast(Residency, start),
         produced="start" if start != "-" else used[0],
         consumed=used,
@@ -134,16 +140,17 @@ def _pool(variant: Variant, name: str, held: list[PlannedObject]) -> PoolSummary
     names = list(WINDOWS[variant].values())
     peak = max(names, key=lambda w: _hbm(held, w))
     return PoolSummary(
-        name=name, gpus=2 if variant in ("rollplex", "serial") else 4, peak_hbm_bytes=_hbm(held, peak),
+        name=name, gpus=4 if variant in ("apart", "pools") else 2, peak_hbm_bytes=_hbm(held, peak),
         peak_window=peak, peak_host_bytes=max(_host(held, w) for w in names),
     )  # fmt: skip
 
 
 def _times(variant: Variant) -> Times:
     """Seven windows of a second each; decode runs through the three of P1 where prefixes run beside it."""
-    beside = variant == "rollplex"
+    beside = variant in ("rollplex", "partial")
     decode, interference = (2.9, 0.1) if beside else (1.0, 0.0)
-    serial = decode + 2.0 + 4.0  # of pools: on all GPUs, which nothing here tells
+    known = 1.0 if variant == "partial" else 2.0  # seconds of prefixes that are used
+    serial = decode + known + 4.0  # of pools: on all GPUs, which nothing here tells
     return Times(
         decode_s=decode, prefix_s=2.0, interference_s=interference, post_s=4.0, exposed_transfer_s=0.0,
         serial_s=serial, step_s=7.0, speedup_vs_serial=serial / 7.0, saving_bound_s=min(2.0 - interference, decode),
@@ -162,6 +169,7 @@ def summary(variant: Variant) -> Summary:
         peak_host_bytes=host,
         batch_bytes=8,
         pools=tuple(_pool(variant, name, held) for name, held in by_pool(variant)),
+        tail=PARTIAL if variant == "partial" else None,
         objects=objects(variant),
         windows=shown,
         layout=layout(shared=variant != "pools"),
@@ -172,7 +180,7 @@ def summary(variant: Variant) -> Summary:
             microbatch=Microbatches(prefix_prompts=1, suffix_responses=2, workspace_bytes={}),
         ),
         times=_times(variant),
-        policy=Policy(kind="mps" if variant == "rollplex" else "none"),
+        policy=Policy(kind="mps" if variant in ("rollplex", "partial") else "none"),
         solvers=(SolverResult(name="residency", status="optimal", objective="peak bytes", value=16.0, bound=16.0),),
         warnings=(),
     )  # fmt: skip

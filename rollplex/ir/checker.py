@@ -25,6 +25,7 @@ from rollplex.ir.check.races import check_races
 from rollplex.ir.check.residency import check_residency, replay
 from rollplex.ir.check.rules import RULES, Rule, Violation
 from rollplex.ir.check.summary import Places, check_summary
+from rollplex.ir.check.tail import check_tail
 from rollplex.ir.check.tasks import check_tasks
 from rollplex.ir.check.update import check_update
 from rollplex.ir.check.values import check_values
@@ -57,6 +58,7 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
         *check_residency(replays),
         *check_tasks(facts),
         *check_work(facts),
+        *check_tail(facts),
         *check_update(facts),
         *check_publication(facts),
         *check_layout(facts),

@@ -20,6 +20,7 @@ from rollplex.ir.errors import JobError
 from rollplex.ir.hardware import Gpu, load_gpu
 from rollplex.ir.job_checks import job_notes
 from rollplex.ir.job_schema import (
+    OVERLAPPED,
     Ablation,
     Cluster,
     Layout,
@@ -34,7 +35,6 @@ from rollplex.ir.job_schema import (
     Sharing,
     Solver,
     Train,
-    Workload,
     _distinct,
     named_model,
 )
@@ -42,9 +42,12 @@ from rollplex.ir.job_text import describe
 from rollplex.ir.models import ModelSpec, config_file, load_model, model_label, spec_from_config
 from rollplex.ir.shards import Degrees
 from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes
+from rollplex.ir.work_schema import Workload
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 KV_BLOCK_TOKENS = 16
+ROUNDING = 1e-9
+"""32 / 0.8 prompts are 40, not 41."""
 TRAINING, ROLLOUT, EVERY = "training", "rollout", "gpus"
 """Pools: two under schedule disaggregated, else one of all GPUs."""
 
@@ -269,9 +272,28 @@ class Job(Section):
         return self.workload.prompts // self.data_parallel(role)
 
     @property
+    def overlapped(self) -> bool:
+        """Whether prefixes run beside the decode of the same GPUs."""
+        return self.schedule in OVERLAPPED
+
+    @property
+    def sampled(self) -> int:
+        """Prompts that the engines work on in a step, of which it takes `workload.prompts`."""
+        tail = self.workload.rollout
+        if tail.kind == "partial":
+            return math.ceil(self.workload.prompts / (tail.share or 1.0) - ROUNDING)
+        if tail.kind == "oversample":
+            return math.ceil(self.workload.prompts * (tail.factor or 1.0) - ROUNDING)
+        return self.workload.prompts
+
+    def prefixes_of(self, role: str) -> int:
+        """Prompts whose prefix a rank computes: all that a step may take, where it is not known yet which."""
+        return self.sampled // self.data_parallel(role) if self.overlapped else self.prompts_of(role)
+
+    @property
     def prompts_per_engine(self) -> int:
         """Prompts of one step that each rollout engine samples for."""
-        return self.workload.prompts // self.engines
+        return self.sampled // self.engines
 
     @property
     def sampled_per_engine(self) -> tuple[int, ...]:

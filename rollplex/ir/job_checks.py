@@ -25,12 +25,12 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     no_model, bad_roles = list(_model(job)), list(_roles(job))
     bad_pools = list(_pools(job)) if not no_model else []
     findings = [*no_model, *_gpu(job), *_capacity(job), *bad_roles, *_engines(job)]
-    findings += [*_workload(job), *_sharing(job), *_chunks(job)]
+    findings += [*_workload(job), *_tail(job), *_one_way_of_sampling_more(job), *_sharing(job), *_chunks(job)]
     findings += bad_pools
     if not no_model:
         findings += [*(f for path, section in _sections(job) for f in degrees(job, path, section)), *_visual(job)]
     if not bad_roles and not bad_pools:
-        findings += [*_ratio(job), *_batches(job)]
+        findings += [*_ratio(job), *_batches(job), *_sampled(job)]
     if not findings:
         findings += _kv_budget(job)
     return tuple(findings)
@@ -226,11 +226,59 @@ def _visual(job: Job) -> Iterator[Finding]:
         yield Finding(("workload", "max_pixels"), what, "fewer frames, smaller ones, or a larger prompt_tokens", uses)
 
 
+_TAIL: KeyPath = ("workload", "rollout")
+_TAIL_KEYS = {"full": (), "partial": ("share",), "oversample": ("factor",)}
+_TAIL_EXAMPLES = {"share": "share: 0.8", "factor": "factor: 1.25"}
+
+
+def _tail(job: Job) -> Iterator[Finding]:
+    """Each kind of tail cutting has its own key, and no use for the other's."""
+    tail = job.workload.rollout
+    for key, example in _TAIL_EXAMPLES.items():
+        value, wanted = getattr(tail, key), key in _TAIL_KEYS[tail.kind]
+        if wanted and value is None:
+            yield Finding((*_TAIL, "kind"), f"kind {tail.kind} needs a `{key}`", example, ((*_TAIL, key),))
+        if not wanted and value is not None:
+            kind = next(k for k, keys in _TAIL_KEYS.items() if key in keys)
+            what = f"{key} {value:g} has no effect with kind {tail.kind}"
+            yield Finding((*_TAIL, key), what, f"kind: {kind}", ((*_TAIL, "kind"),))
+
+
+def _one_way_of_sampling_more(job: Job) -> Iterator[Finding]:
+    if job.workload.dynamic_sampling and job.workload.rollout.kind != "full":
+        what = f"dynamic_sampling waits for whole rounds, {job.workload.rollout.kind} rollout for no round's end"
+        yield Finding((*_TAIL, "kind"), what, "kind: full, or no dynamic_sampling", (("workload", "dynamic_sampling"),))
+
+
+def _ranks(job: Job) -> dict[str, int]:
+    """Copies of each role's model, by what messages call them; none where the rules on degrees tell of them."""
+    found = {f"{name}'s {job.data_parallel(name)} data-parallel ranks": job.data_parallel(name) for name in job.roles}
+    return {who: count for who, count in found.items() if count}
+
+
+def _engines_of(job: Job) -> dict[str, int]:
+    return {f"the {job.engines} rollout engines": job.engines} if job.engines else {}
+
+
+def _sampled(job: Job) -> Iterator[Finding]:
+    """Prompts beyond those of the step are dealt out evenly too, to engines and to the ranks that prefix them."""
+    tail, sampled, prompts = job.workload.rollout, job.sampled, job.workload.prompts
+    if tail.kind == "full":
+        return
+    ways = _engines_of(job) | (_ranks(job) if job.overlapped else {})
+    step = math.lcm(*ways.values())
+    near = max(sampled // step, prompts // step + 1) * step
+    key, value = ("share", prompts / near) if tail.kind == "partial" else ("factor", near / prompts)
+    for who, count in ways.items():
+        if sampled % count:
+            what = f"{sampled} sampled prompts do not divide over {who}"
+            hint = f"{key}: {value:.6g}, for {near} of them"
+            yield Finding((*_TAIL, key), what, hint, (*_SIZES, ("workload", "prompts"), ("schedule",)))
+
+
 def _batches(job: Job) -> Iterator[Finding]:
     prompts = job.workload.prompts
-    ways = {f"the {job.engines} rollout engines": job.engines}
-    ways |= {f"{name}'s {job.data_parallel(name)} data-parallel ranks": job.data_parallel(name) for name in job.roles}
-    ways = {who: count for who, count in ways.items() if count}  # none: told by the rules on degrees
+    ways = (_engines_of(job) if job.sampled == prompts else {}) | _ranks(job)
     step = math.lcm(*ways.values())
     hint = f"a multiple of {step}, such as {max(step, round(prompts / step) * step)}"
     for who, count in ways.items():

@@ -21,6 +21,8 @@ from rollplex.ir.sizes import Gb, Gib, gib_to_nbytes
 
 DType = Literal["bfloat16", "float32", "float64"]
 Schedule = Literal["serial", "rollplex", "naive", "disaggregated"]
+OVERLAPPED = ("rollplex", "naive")
+"""Schedules whose prefixes run beside the decode of the same GPUs."""
 Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "weight_sharing"]
 Part = Literal["vision", "language"]
 Recompute = Literal["none", "selective", "full"]
@@ -252,37 +254,6 @@ class Role(Section):
     @classmethod
     def _model_by_name(cls, data: Any) -> Any:
         return named_model(data)
-
-
-class DynamicSampling(Section):
-    """Groups whose scores are all equal teach nothing: other prompts are sampled in their place (DAPO, section 3.2)."""
-
-    rounds: int = Field(
-        examples=[3], ge=2, le=100, description="most rounds of sampling in one step, the first included"
-    )
-    kept: float = Field(
-        default=0.5, gt=0, le=1, allow_inf_nan=False, description="groups of a round that teach something, for times"
-    )
-
-
-class Workload(Section):
-    """One step's work; the token budgets are upper bounds that the plan must hold."""
-
-    prompts: Count = Field(examples=[32], description="prompts of one step, over all GPUs")
-    group: Count = Field(default=8, description="responses sampled for each prompt")
-    prompt_tokens: int = Field(
-        examples=[8192], ge=2, le=10**9, description="most tokens of a prompt, visual tokens included"
-    )
-    response_tokens: Count = Field(examples=[2048], description="most tokens of a response")
-    prompt_median: Count | None = Field(default=None, description="median tokens of a prompt, for predicted times")
-    response_median: Count | None = Field(default=None, description="median tokens of a response, for predicted times")
-    frames: int = Field(default=0, ge=0, le=10**6, description="frames sampled from a video; 0 for text")
-    max_pixels: Count | None = Field(
-        default=None, description="most pixels of one frame; null leaves it to prompt_tokens"
-    )
-    dynamic_sampling: DynamicSampling | None = Field(
-        default=None, description="groups with equal scores are sampled again; null samples every prompt once"
-    )
 
 
 class Layout(Section):

@@ -41,7 +41,8 @@ def _cluster(job: Job) -> str:
 
 def _work(job: Job) -> str:
     w = job.workload
-    return f"{w.prompts} prompts x {w.group} responses, {w.prompt_tokens} + {w.response_tokens} tokens"
+    prompts = f"{w.prompts}" if job.sampled == w.prompts else f"{w.prompts} of {job.sampled}"
+    return f"{prompts} prompts x {w.group} responses, {w.prompt_tokens} + {w.response_tokens} tokens"
 
 
 def _shared(job: Job) -> str:

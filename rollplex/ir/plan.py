@@ -131,6 +131,21 @@ class PoolSummary(Strict):
     peak_host_bytes: Whole
 
 
+class Tail(Strict):
+    """How decode's tail is cut: a step takes `taken` of the `sampled` prompt groups, the first to complete.
+
+    Each data-parallel rank takes its share of both; where prefixes run before it is known which groups complete, a rank
+    has a slot for every sampled one, and those of the completed ones are numbered first when rollout is complete.
+    """
+
+    kind: Literal["partial", "oversample"]
+    sampled: Whole
+    taken: Whole
+    carried: str = Field(default="", description="the object that holds the unfinished responses of partial rollout")
+    ends_at_tokens: Number = Field(description="predicted length of the decode window, tokens of a fresh response")
+    snapshots: Whole = Field(description="snapshots that the tokens of the longest response come from, predicted")
+
+
 class Summary(Strict):
     """What `--plan-only` prints; there for infeasible plans too: what the schedule needs if capacity had no limit."""
 
@@ -141,6 +156,7 @@ class Summary(Strict):
     peak_host_bytes: Whole
     batch_bytes: Whole = Field(description="one step's prompts, pixels and responses, in the controller's host memory")
     pools: tuple[PoolSummary, ...] = Field(min_length=1, description="one, or one for rollout and one for training")
+    tail: Tail | None = Field(default=None, description="absent where decode waits for every response")
     objects: tuple[PlannedObject, ...]
     windows: tuple[WindowSummary, ...]
     layout: LayoutSummary

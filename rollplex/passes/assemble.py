@@ -33,6 +33,7 @@ from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Phase, Schedule
 from rollplex.passes.share_policy import SharePolicy
 from rollplex.passes.state import START, HeldSizes, Lifetimes, StateObject
+from rollplex.passes.tail import tail, tail_warnings
 from rollplex.passes.work import patches
 
 NEEDS: tuple[type, ...] = (Schedule, Layout, HeldSizes, Lifetimes, Residency, Chunks, SharePolicy, Estimate, Programs)
@@ -102,6 +103,8 @@ def not_executable(module: Module) -> tuple[str, ...]:
         found.append(f"{job.gpus} GPUs: the host backend runs one training and one rollout rank")
     if job.schedule in ("naive", "disaggregated") or job.ablate:
         found.append(f"schedule {job.schedule}" + (f" without {', '.join(job.ablate)}" if job.ablate else ""))
+    if job.workload.rollout.kind != "full":
+        found.append(f"{job.workload.rollout.kind} rollout")
     return (*found, *_of_roles(job), *_of_calls(module[Schedule]))
 
 
@@ -155,6 +158,7 @@ def summarise(module: Module) -> Summary:
         peak_host_bytes=max(w.host_bytes for w in windows),
         batch_bytes=batch_bytes(job),
         pools=pool_summaries(job, objects),
+        tail=tail(job),
         objects=tuple(objects),
         windows=tuple(windows),
         layout=layout.summary,
@@ -252,6 +256,7 @@ def warnings(module: Module) -> list[str]:
     if (batch := batch_bytes(job)) > (left := beside_pool_bytes(job)):
         what = f"one step's batch ({pretty(batch)} for {job.workload.prompts * job.group} samples) is more than the"
         found.append(f"{what} {pretty(left)} of a node's host memory that the pinned pool leaves")
+    found += tail_warnings(job)
     if job.workload.response_median is None:
         found.append("no workload.response_median: decode is predicted for responses that all fill their budget")
     return found

@@ -7,13 +7,14 @@ are assumptions read off public figures and one H200; a calibrated surface repla
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import NormalDist
 
 from rollplex.backends.facts import Work
 from rollplex.ir.job import Job
 from rollplex.ir.models import ModelSpec
+from rollplex.passes.lengths import Decode, Lengths
 from rollplex.passes.work import trains_vision
 
 COMPUTE_EFFICIENCY = 0.45
@@ -97,23 +98,35 @@ class Costs:
         return parameters * 30 / self.hbm_bytes_per_s
 
     def _mean_tokens(self, work: Work) -> float:
-        return work.responses * mean_length(self.job.workload.response_median, work.response_tokens, self.job.group)
+        return work.responses * Lengths.of(self.job).mean
 
     def decode_s(self, weight_bytes: float, tp: int, prompts: int) -> float:
-        """Standalone decode of one engine with `prompts` prompts of `group` responses, the live batch shrinking."""
-        work, batch = self.job.workload, prompts * self.job.group
-        longest, median = work.response_tokens, work.response_median
-        width = longest / STEP_BINS
+        """Standalone decode of one engine's `prompts`, the live batch shrinking, and what a cut tail prefills again."""
+        decode = Decode.of(self.job, prompts)
+        width = decode.ends / STEP_BINS
         steps = ((i + 0.5) * width for i in range(STEP_BINS))
-        return sum(
-            width * self._decode_step_s(weight_bytes, tp, batch * alive(step, median, longest, batch), step)
-            for step in steps
+        return self.prefill_again_s(decode, tp) + sum(
+            width * self._decode_step_s(weight_bytes, tp, decode.live(step)) for step in steps
         )
 
-    def _decode_step_s(self, weight_bytes: float, tp: int, live: float, step: float) -> float:
-        spec, work = self.job.spec, self.job.workload
-        prompt = work.prompt_median or work.prompt_tokens
-        kv = live * (prompt + step) * spec.kv_bytes_per_token(tp, self.job.itemsize)
+    def prefill_again_s(self, decode: Decode, tp: int) -> float:
+        """Prompts beyond those of the step, and tokens of responses that go on: none where all are awaited."""
+        prompts, tokens = decode.prefilled_again
+        prompt = self.prompt_tokens
+        flops = prompts * forward_flops(self.job.spec, prompt, prompt / 2) + forward_flops(
+            self.job.spec, tokens, prompt + decode.ends
+        )
+        return flops / tp / self.flops_per_s
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt, as times are predicted for: the median where the job names it, else the budget."""
+        return self.job.workload.prompt_median or self.job.workload.prompt_tokens
+
+    def _decode_step_s(self, weight_bytes: float, tp: int, live: Iterable[tuple[float, float]]) -> float:
+        spec = self.job.spec
+        tokens = sum(responses * (self.prompt_tokens + own) for responses, own in live)
+        kv = tokens * spec.kv_bytes_per_token(tp, self.job.itemsize)
         reduce = 2 * spec.layers * ALL_REDUCE_S * math.log2(tp) if tp > 1 else 0.0
         return (weight_bytes + kv) / self.hbm_bytes_per_s + spec.layers * DECODE_LAYER_OVERHEAD_S + reduce
 
@@ -132,24 +145,3 @@ def forward_flops(spec: ModelSpec, tokens: float, context: float) -> float:
 def vision_flops(spec: ModelSpec, patches: int) -> float:
     """FLOPs of one forward of the vision tower; window attention is small beside its GEMMs."""
     return 2.0 * spec.vision_parameters * patches if spec.vision else 0.0
-
-
-def sigma(median: int, longest: int, batch: int) -> float:
-    """Spread of a log-normal length whose longest of `batch` draws is expected at the budget."""
-    tail = NormalDist().inv_cdf(1 - 1 / max(batch, 2) / 2)
-    return max(math.log(longest / median) / tail, 1e-6)
-
-
-def alive(step: float, median: int | None, longest: int, batch: int) -> float:
-    """Share of responses still decoding at a step; all of them to the end when the job names no median."""
-    if median is None or median >= longest:
-        return 1.0
-    z = (math.log(step) - math.log(median)) / sigma(median, longest, batch)
-    return max(1 - NormalDist().cdf(z), 1 / batch)
-
-
-def mean_length(median: int | None, longest: int, batch: int) -> float:
-    """Expected response tokens: the budget when the job names no median."""
-    if median is None or median >= longest:
-        return float(longest)
-    return min(median * math.exp(sigma(median, longest, batch) ** 2 / 2), float(longest))

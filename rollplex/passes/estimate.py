@@ -60,7 +60,9 @@ class EstimatePass:
         schedule, residency = module[Schedule], module[Residency]
         exposed = residency.exposed_s
         line = window_seconds(module.job, schedule)
-        after_another = line.decode_s + line.prefix_s + line.post_s + exposed
+        # One after the other it is known which prompts complete before their prefixes run.
+        known = module.job.workload.prompts / module.job.sampled if schedule.overlapped else 1.0
+        after_another = line.decode_s + known * line.prefix_s + line.post_s + exposed
         last = line.decode_s - line.sampling_s
         beside = max(last + line.interference_s, line.overlap_s)
         overlapped = line.sampling_s + beside + line.post_s + exposed

@@ -32,6 +32,10 @@ from rollplex.passes.work import (
     whole_call,
 )
 
+CARRIED = "rollout.carried"
+CARRIED_TOKEN_BYTES = 12
+"""Of a token of an unfinished response: its id (int32), its log-probability (fp32), its snapshot's number (int32)."""
+
 
 def activations_name(job: Job, role: str) -> str:
     """The object of a trained role's activations."""
@@ -99,11 +103,26 @@ class Inventory(WeightRows):
                 why=why if kept else "released when generation ends",
             )  # fmt: skip
 
+        yield from self._carried(decode[0])
+
+    def _carried(self, window: str) -> Iterator[StateObject]:
+        """What partial rollout keeps of unfinished responses at the host: an engine may finish none of its own."""
+        job = self.job
+        if job.workload.rollout.kind != "partial":
+            return
+        groups = min(job.prompts_per_engine, job.sampled - job.workload.prompts)
+        yield StateObject(
+            CARRIED, "unfinished responses", "permanent", "",
+            groups * job.group * job.workload.response_tokens * CARRIED_TOKEN_BYTES, self.uses((window,), "stream"),
+            process="rollout", options=frozenset({"host"}),
+            why="tokens, log-probabilities and snapshots of responses that go on in the next step",
+        )  # fmt: skip
+
     # ---- boundaries
 
     def _boundary(self, call: Call) -> StateObject:
         job, work = self.job, role_work(self.job, call.role)
-        prompts = job.prompts_of(call.role)
+        prompts = job.prefixes_of(call.role)
         windows = self.role_windows(call.role, "prefix", "train" if call.trained else "score")
         return StateObject(
             f"{call.role}.boundary", f"{call.role} boundary KV", "boundary", call.role,
@@ -119,7 +138,7 @@ class Inventory(WeightRows):
         if self.naive or self.whole(role):
             return
         job, windows = self.job, self.role_windows(role, "prefix", "train")
-        prompts = job.prompts_of(role)
+        prompts = job.prefixes_of(role)
         yield StateObject(
             f"{role}.prefix_saved", f"{role} prefix saved state", "phase-local", role,
             prompts * self.facts(role).prefix_saved_bytes(role_work(job, role)), self.uses(windows, "stream"),

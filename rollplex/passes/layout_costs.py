@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollplex.ir.job import Job
-from rollplex.passes.costs import Costs, mean_length
+from rollplex.passes.costs import Costs
+from rollplex.passes.lengths import Decode
 
 TRANSPOSED_SLOWDOWN = 0.08
 """Of a row-parallel GEMM at decode sizes that reads [I, O] through .t(): 2, 16 and 8 % on an H200, three shapes."""
@@ -26,11 +27,14 @@ class LayoutCosts:
         return Costs(self.job)
 
     @cached_property
+    def _decode(self) -> Decode:
+        return Decode.of(self.job)
+
+    @cached_property
     def tokens(self) -> float:
         """Tokens of a step that one rollout engine runs through its layers: each prompt once, and all responses."""
-        job, work = self.job, self.job.workload
-        response = mean_length(work.response_median, work.response_tokens, job.group)
-        return job.prompts_per_engine * ((work.prompt_median or work.prompt_tokens) + job.group * response)
+        job = self.job
+        return job.prompts_per_engine * (self._costs.prompt_tokens + job.group * self._decode.lengths.mean)
 
     def reindex_s(self, token_bytes: int) -> float:
         """One gather of `token_bytes` a token, over all layers: read once, written once; less where it fuses."""
@@ -38,8 +42,7 @@ class LayoutCosts:
 
     def transposed_s(self, shard_bytes: int) -> float:
         """Decode steps whose GEMMs read `shard_bytes` of weights in transposed order."""
-        steps = self.job.workload.response_tokens
-        return TRANSPOSED_SLOWDOWN * steps * shard_bytes / self._costs.hbm_bytes_per_s
+        return TRANSPOSED_SLOWDOWN * self._decode.ends * shard_bytes / self._costs.hbm_bytes_per_s
 
     def rebuild_s(self, nbytes: int) -> float:
         """Copy and permute after an update: read once, written once."""

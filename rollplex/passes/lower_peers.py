@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
+from rollplex.passes.inventory import CARRIED
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
 
 
@@ -29,6 +30,7 @@ class RolloutProgram(Context):
         yield Run(
             window=first, task="generate", node=call.node, role=call.role, reads=self.placed(first, "hbm", *weights),
             writes=self.placed(first, "hbm", "rollout.kv", "rollout.runtime"),
+            streams=self.placed(first, "host", CARRIED),
             inputs=inputs, outputs=(call.node,),
         )  # fmt: skip
         yield Signal(window=end, event=call.node, carries=(call.node,))

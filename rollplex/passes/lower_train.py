@@ -79,8 +79,9 @@ class TrainProgram(Context):
                 return
 
     def _groups(self, window: Window) -> range:
-        """Prompt groups of a step that a rank of the window's role works on."""
-        return range(self.module.job.prompts_of(window.role))
+        """Prompt groups of a step that a rank of the window's role works on: for a prefix all that may be taken."""
+        job = self.module.job
+        return range(job.prefixes_of(window.role) if window.kind == "prefix" else job.prompts_of(window.role))
 
     def _weights(self, window: Window) -> tuple[str, ...]:
         """Weights that a role's model reads in a window; a frozen tower may be the policy's own."""

@@ -21,12 +21,11 @@ import torch.fx as fx
 
 from rollplex.ir import graph as g
 from rollplex.ir import ops
+from rollplex.ir.job_schema import OVERLAPPED
 from rollplex.ir.module import Module
 from rollplex.passes.calls import Call, CallKind, check_calls, in_order, inputs_of, model_calls
 from rollplex.passes.prefix_split import Split
 
-OVERLAPPED = ("rollplex", "naive")
-"""Schedules whose prefixes run beside the decode of the same GPUs."""
 Kind = Literal["prefix", "decode", "score", "train", "update", "publish"]
 Phase = Literal["P1", "P2", "P3"]
 
@@ -92,10 +91,13 @@ class Schedule:
         return "\n".join(f"{w.name:<24} {w.node}" for w in self.windows)
 
 
-def windows_of(calls: list[Call], ordered: list[Call], kind: str, rounds: int = 1) -> list[Window]:
+def windows_of(
+    calls: list[Call], ordered: list[Call], kind: str, rounds: int = 1, awaited: bool = True
+) -> list[Window]:
     """The windows of a schedule; `ordered` are the scoring and training calls, frozen roles first where they may be.
 
-    Prefixes of frozen roles come before those of trained ones, so that their weights leave early.
+    Prefixes of frozen roles come before those of trained ones, so that their weights leave early. Where not every
+    prompt is awaited, calls that leave no boundary are made when it is known which prompts a step takes.
     """
     prefixes = sorted((c for c in calls if c.op == "prefix"), key=lambda c: c.trained)
     decode = Window("P1 decode", "P1", "decode", next(c.node for c in calls if c.op == "generate"), "")
@@ -103,7 +105,7 @@ def windows_of(calls: list[Call], ordered: list[Call], kind: str, rounds: int = 
     if kind not in OVERLAPPED:
         behind = [w for c in ordered for w in _with_prefix(c, prefixes)]
         return [*before, decode, *behind, *_updates(calls)]
-    early = [c for c in ordered if _in_p1(c)]
+    early = [c for c in ordered if awaited and _in_p1(c)]
     first = [*before, *(_prefix(c, "P1") for c in prefixes), *(_work(c, "P1") for c in early)]
     return [*first, decode, *(_work(c, "P2") for c in ordered if c not in early), *_updates(calls)]
 
@@ -161,7 +163,8 @@ class SchedulePass:
         graph, job = module.graph, module.job
         calls = model_calls(graph)
         check_calls(graph, calls, job.trained)
-        windows = windows_of(calls, in_order(graph, calls), job.schedule, len(job.sampled_per_engine))
+        rounds, awaited = len(job.sampled_per_engine), job.workload.rollout.kind == "full"
+        windows = windows_of(calls, in_order(graph, calls), job.schedule, rounds, awaited)
         late, hosts = g.response_dependent(graph), g.find(graph, ops.host)
         early = frozenset(n.name for n in hosts if n not in late)
         return module.put(

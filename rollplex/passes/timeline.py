@@ -73,7 +73,7 @@ def _window_s(job: Job, window: Window, whole: bool) -> float:
     costs, work, prompts = Costs(job), role_work(job, window.role), job.prompts_of(window.role)
     match window.kind:
         case "prefix":
-            return costs.prefix_s(work, prompts)
+            return costs.prefix_s(work, job.prefixes_of(window.role))
         case "score":
             return costs.score_s(work, prompts, whole)
         case "train":

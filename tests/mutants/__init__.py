@@ -4,7 +4,9 @@ Each is a function from a plan to all plans with one such fault; a plan without 
 What would do no harm is left out where the faults are made, never when they are found to be accepted.
 """
 
-from mutants import agree, capacity, form, layout, order, pools, residency, update, work
+from mutants import agree, capacity, form, layout, order, pools, residency, tail, update, work
 from mutants.edit import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "agree", "capacity", "form", "layout", "order", "pools", "residency", "update", "work"]
+__all__ = [
+    "MUTANTS", "Mutant", "agree", "capacity", "form", "layout", "order", "pools", "residency", "tail", "update", "work",
+]  # fmt: skip

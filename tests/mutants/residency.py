@@ -115,9 +115,10 @@ def weights_dropped_before_a_read(plan: Plan) -> Iterator[Plan]:
 
 @mutant("no-host-copy")
 def saved_state_streamed_from_nowhere(plan: Plan) -> Iterator[Plan]:
-    """One prefix keeps its saved state to itself; its backward still streams it in."""
+    """One prefix keeps its saved state to itself; its backward still streams it in (a step may leave its group)."""
+    back = {(s.role, s.microbatch) for _, _, s in steps(plan, Run) if s.task == "prefix_backward"}
     for process, i, step in steps(plan, Run):
-        for name in step.streams if step.task == "prefix" else ():
+        for name in step.streams if step.task == "prefix" and (step.role, step.microbatch) in back else ():
             yield put(plan, process, i, unlist(step, name))
 
 

@@ -78,7 +78,7 @@ def suffix_before_prefix(plan: Plan) -> Iterator[Plan]:
             for p, j, s in tasks(plan, "suffix", "train")
             if p == process and (s.role, s.microbatch) == (step.role, step.microbatch)
         ]
-        yield move(plan, process, i, later[0])
+        yield from (move(plan, process, i, j) for j in later[:1])
 
 
 @mutant("node")

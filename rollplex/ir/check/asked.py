@@ -72,6 +72,16 @@ def policy(facts: Facts, job: Job) -> Iterator[Violation]:
         yield Violation("asked", f"share {told.share}, the job's is {share}", where="policy")
 
 
+def tail(facts: Facts, job: Job) -> Iterator[Violation]:
+    """Decode waits for as many prompt groups as the job says, of those that it has sampled."""
+    told, kind = facts.plan.summary.tail, job.workload.rollout.kind
+    asked = None if kind == "full" else (kind, job.sampled, job.workload.prompts)
+    if (told and (told.kind, told.sampled, told.taken)) != asked:
+        says = f"{told.taken} of {told.sampled} groups, {told.kind}" if told else "every group"
+        what = f"a step takes {says}; the job {job.workload.prompts} of {job.sampled}, {kind}"
+        yield Violation("asked", what, where="summary.tail")
+
+
 def executable(facts: Facts, job: Job) -> Iterator[Violation]:
     """A plan for engines that nothing runs says so: `run` and the first line of the page rely on it."""
     told = facts.plan.not_executable
@@ -79,15 +89,17 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
     asked = [f"engine {e}" for e in sorted({s.engine for s in sections}) if not engine(e).runs]
     if job.on_host and job.gpus > 1:
         asked.append(f"{job.gpus} GPUs")
-    if job.schedule == "naive" or job.ablate:
+    if job.schedule in ("naive", "disaggregated") or job.ablate:
         asked.append(f"schedule {job.schedule}")
+    if job.workload.rollout.kind != "full":
+        asked.append(f"{job.workload.rollout.kind} rollout")
     for feature in asked:
         if not any(reason.startswith(feature) for reason in told):
             yield Violation("asked", f"no backend executes {feature}, and not_executable leaves it out")
 
 
 CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
-    capacities, schedule, engines, roles, policy, executable,
+    capacities, schedule, engines, roles, policy, tail, executable,
 )  # fmt: skip
 
 

@@ -158,6 +158,11 @@ class Facts:
         """What each role's prefix saves for its backward."""
         return {o.role: o for o in self.objects.values() if o.class_ == "phase-local" and o.attached}
 
+    def taken(self, role: str) -> int:
+        """Prompt groups of a rank that a step trains or scores on: all, or those that are complete, numbered first."""
+        tail, groups = self.plan.summary.tail, self.group_count(role)
+        return groups if tail is None else min(groups, tail.taken // max(1, self.plan.processes[TIMELINE].copies(role)))
+
     def parts(self, step: Step, o: PlannedObject) -> frozenset[int]:
         """Slots of an object that a step touches: the microbatch's, or all of them."""
         if isinstance(step, Run) and step.task in BY_GROUP and o.slots > 1:

@@ -24,10 +24,12 @@ def times(facts: Facts) -> Iterator[Violation]:
     """The times of a step are those of its parts."""
     t, share = facts.plan.summary.times, facts.plan.summary.policy.share or 1.0
     rest = t.post_s + t.exposed_transfer_s
-    serial = t.decode_s + t.prefix_s + rest
+    tail, beside = facts.plan.summary.tail, facts.plan.schedule in EQUATION_1
+    # Before it is known which prompts a step takes, prefixes are for all that are sampled.
+    taken = tail.taken / max(tail.sampled, 1) if tail and beside else 1.0
+    serial = t.decode_s + taken * t.prefix_s + rest
     together = max(t.decode_s + t.interference_s, t.prefix_s / share) + rest
     bound = max(0.0, min(t.prefix_s - t.interference_s, t.decode_s))
-    beside = facts.plan.schedule in EQUATION_1
     if facts.plan.schedule != "disaggregated":  # whose serial schedule is another, on all GPUs
         yield from _same("serial_s", t.serial_s, serial)
     yield from _same("step_s", t.step_s, together if beside else serial)

@@ -96,6 +96,9 @@ RULES: dict[str, Rule] = {
         "paper 3.2",
         "keep it in HBM, stream it to the host, or plan it as recomputable",
     ),
+    "tail": Rule(
+        "of the prompt groups sampled the taken are worked on, and the unfinished kept", "paper 4.7", COMPILE_AGAIN
+    ),
     # ---- capacity
     "capacity": Rule("HBM holds what is mapped in every order of steps", "design 4", "offload more, or lower budgets"),
     "host-capacity": Rule(

@@ -78,8 +78,8 @@ def _groups(facts: Facts, step: Run, name: str, microbatch: int) -> set[int]:
     wide = loss is not None and step.task == "train" and name in loss.wide_inputs
     if maker is None:
         return {microbatch}
-    made = facts.group_count(maker)
-    return set(range(made)) if wide or made != facts.group_count(step.role) else {microbatch}
+    made = facts.taken(maker)
+    return set(range(made)) if wide or made != facts.taken(step.role) else {microbatch}
 
 
 # ---- what the graph says a task needs

@@ -28,17 +28,23 @@ def roles(facts: Facts) -> dict[str, tuple[str, ...]]:
 
 
 def microbatches(facts: Facts) -> Iterator[Violation]:
-    """Each task works on every slot of its role's boundary exactly once (paper section 3.2)."""
+    """Each task works exactly once on every slot of its role's boundary that it is for (paper section 3.2).
+
+    Prefixes are for all of them, the rest for the groups that a step takes.
+    """
     done = Counter((s.role, s.task, s.microbatch) for _, s in facts.groups)
     tasks_of = roles(facts)
     for role, tasks in tasks_of.items():
         for task in tasks:
-            for m in range(facts.group_count(role)):
+            for m in range(facts.group_count(role) if task == "prefix" else facts.taken(role)):
                 if (times := done[role, task, m]) != 1:
                     yield Violation("microbatch", f"{task} of {role} runs {times} times for group {m}", where=role)
     for at, step in facts.groups:
         if step.task not in tasks_of.get(step.role, ()):
             yield Violation("microbatch", f"{step.role or 'no role'} has no task {step.task}", at)
+        elif step.task != "prefix" and step.microbatch >= facts.taken(step.role):
+            what = f"a step takes {facts.taken(step.role)} groups a rank, and it works on group {step.microbatch}"
+            yield Violation("microbatch", what, at)
 
 
 def slots(facts: Facts) -> Iterator[Violation]:
