@@ -30,10 +30,8 @@ def test_a_job_answers_for_its_sizes_and_degrees(tmp_path: Path) -> None:
     assert (job.gpus, job.q, job.engines, job.train_tp, job.rollout_tp) == (8, 2, 2, 8, 4)
     assert (job.policy, job.data_parallel("actor"), job.data_parallel("reference")) == ("actor", 1, 1)
     assert (job.prompts_per_rank, job.prompts_per_engine, job.group, job.itemsize) == (32, 16, 8, 2)
-    rollout = job.roles["actor"].rollout
-    assert rollout is not None
-    assert rollout.kv_cache_bytes == 29 * 2**30
-    assert rollout.runtime_bytes == 3 * 2**30
+    assert job.kv_cache_bytes == 29 * 2**30
+    assert job.runtime_bytes == 3 * 2**30
     assert job.optimizer.lr == 1e-6  # YAML 1.1 alone reads 1e-6 as a text
     assert job.notes() == ()
 
@@ -69,9 +67,7 @@ def test_a_model_may_be_a_name_alone_and_still_be_overridden(tmp_path: Path) -> 
 
 def test_sizes_take_units_to_the_byte(tmp_path: Path) -> None:
     job = load_job(tiny(tmp_path))
-    rollout = job.roles["actor"].rollout
-    assert rollout is not None
-    assert (rollout.kv_cache_bytes, rollout.runtime_bytes) == (48 * 2**20, 512)
+    assert (job.kv_cache_bytes, job.runtime_bytes) == (48 * 2**20, 512)
     assert (job.capacity_bytes, job.host_memory_bytes) == (3 * 2**29, 512_000_000)
 
 
@@ -140,9 +136,7 @@ def test_any_job_round_trips_through_json(
             "algorithm": algorithm,
         }
     )
-    rollout = job.roles["actor"].rollout
-    assert rollout is not None
-    assert rollout.kv_cache_bytes == kv_bytes
+    assert job.kv_cache_bytes == kv_bytes
     again = Job.model_validate(json.loads(job.model_dump_json()))
     assert again == job
     assert again.model_dump_json() == job.model_dump_json()

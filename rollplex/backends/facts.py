@@ -11,6 +11,7 @@ from typing import Protocol
 
 from rollplex.ir.engines import engine
 from rollplex.ir.models import ModelSpec
+from rollplex.ir.serving import Serving
 from rollplex.ir.shards import stage_layers
 
 
@@ -95,6 +96,10 @@ class EngineFacts(Protocol):
     """Fused weights that the engine as it comes holds as one parameter: two views need a module of our own."""
     reindexes: frozenset[str]
     """Fused weights that may lie in another row order: the engine re-indexes what they give (`qkv`, `gate_up`)."""
+
+    def profile_bytes(self, serving: Serving) -> int:
+        """Peak of a rollout engine's profile run beside weights, with CUDA graphs; asked under a share of memory."""
+        ...
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
         """The blocks of a fused weight (`qkv`, `gate_up`, `expert_gate_up`) on one rank, in storage order."""

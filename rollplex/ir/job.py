@@ -40,6 +40,7 @@ from rollplex.ir.job_schema import (
 )
 from rollplex.ir.job_text import describe
 from rollplex.ir.models import ModelSpec, config_file, load_model, model_label, spec_from_config
+from rollplex.ir.serving import kv_cache_bytes, runtime_bytes
 from rollplex.ir.shards import Degrees
 from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes
 from rollplex.ir.work_schema import Workload
@@ -315,6 +316,16 @@ class Job(Section):
         own = math.ceil((work.prompt_tokens - shared * KV_BLOCK_TOKENS + work.response_tokens) / KV_BLOCK_TOKENS)
         blocks = self.prompts_per_engine * (shared + work.group * own) + 1  # vLLM keeps one null block
         return blocks * KV_BLOCK_TOKENS * self.spec.kv_bytes_per_token(self.rollout_tp, self.itemsize)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """KV cache of one rollout rank: stated, or what vLLM's share of the memory leaves."""
+        return kv_cache_bytes(self)
+
+    @property
+    def runtime_bytes(self) -> int:
+        """Buffers of one rollout rank beside weights and KV."""
+        return runtime_bytes(self)
 
     # ---- printing
 

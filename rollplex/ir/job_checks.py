@@ -11,7 +11,7 @@ from rollplex.ir.engines import Work, can, engine, engine_names
 from rollplex.ir.errors import JobError, PluginError
 from rollplex.ir.findings import Finding, KeyPath
 from rollplex.ir.parallel_checks import degrees, parallel_notes
-from rollplex.ir.sizes import pretty
+from rollplex.ir.serving_checks import kv_rules, serving_notes, serving_rules
 
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
@@ -31,8 +31,10 @@ def check_job(job: Job) -> tuple[Finding, ...]:
         findings += [*(f for path, section in _sections(job) for f in degrees(job, path, section)), *_visual(job)]
     if not bad_roles and not bad_pools:
         findings += [*_ratio(job), *_batches(job), *_sampled(job)]
+    if not bad_roles and not no_model:
+        findings += serving_rules(job)
     if not findings:
-        findings += _kv_budget(job)
+        findings += kv_rules(job)
     return tuple(findings)
 
 
@@ -43,7 +45,7 @@ def job_notes(job: Job) -> tuple[str, ...]:
         notes.append(f"cluster.rollout_gpus has no effect: {job.schedule} runs every engine on all {job.gpus} GPUs")
     if job.cluster.capacity_gib is None and job.device.logged_usable_gib is None:
         notes.append(f"{job.device.name}: usable memory {job.device.usable_gib:.1f} GiB is {job.device.usable_source}")
-    return tuple(notes)
+    return (*notes, *serving_notes(job))
 
 
 # ---- names
@@ -294,24 +296,6 @@ _SIZES: tuple[KeyPath, ...] = (
     ("cluster", "gpus_per_node"),
     ("cluster", "rollout_gpus"),
 )
-
-
-def _kv_budget(job: Job) -> list[Finding]:
-    rollout, need = job.roles[job.policy].rollout, job.rollout_kv_need_bytes
-    assert rollout is not None
-    if need <= rollout.kv_cache_bytes:
-        return []
-    work = job.workload
-    what = (
-        f"{pretty(rollout.kv_cache_bytes)} of KV cache are {pretty(need - rollout.kv_cache_bytes)} short: "
-        f"{job.prompts_per_engine} prompts x ({work.prompt_tokens} + {work.group} x {work.response_tokens}) tokens "
-        f"on one engine take {pretty(need)} a GPU, and the engine would preempt"
-    )
-    up = math.ceil(need / 2**30 * 100) / 100 if need > 2**25 else math.ceil(need / 2**20 * 100) / 100
-    unit = "" if need > 2**25 else " MiB"
-    hint = f"kv_cache_gib: {up:g}{unit}, fewer prompts, a shorter budget, or a larger rollout tensor_parallel"
-    uses = (*_SIZES, ("workload",), ("model",))
-    return [Finding(("roles", job.policy, "rollout", "kv_cache_gib"), what, hint, uses)]
 
 
 # ---- sections that contradict themselves

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB
-from rollplex.ir.shards import Degrees
-from rollplex.ir.sizes import Gb, Gib, gib_to_nbytes
+from rollplex.ir.job_engines import Parallel, Rollout, Score, Train
+from rollplex.ir.job_section import Count, NonNegative, Positive, Section, Share
+from rollplex.ir.sizes import Gb, Gib
+
+__all__ = ["Parallel", "Rollout", "Score", "Section", "Train"]
 
 DType = Literal["bfloat16", "float32", "float64"]
 Schedule = Literal["serial", "rollplex", "naive", "disaggregated"]
@@ -31,11 +25,6 @@ LayoutOrder = Literal["stock", "reindex", "auto"]
 
 MAX_CHUNKS = 4096
 """Finer optimizer chunks cost more in launches than their transfers take."""
-
-Count = Annotated[int, Field(ge=1, le=10**9)]
-Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _distinct(values: tuple) -> tuple:
@@ -58,20 +47,6 @@ def _plain(value: Any) -> Any:
 
 
 Plain = Annotated[bool | int | float | str | None, BeforeValidator(_plain)]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, unknown keys refused, no silent conversion of numbers to flags."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic would read true as 1
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError(f"{str(value).lower()} does not belong here")
-        return value
 
 
 def named_model(data: Any) -> Any:
@@ -143,83 +118,6 @@ class Cluster(Section):
         description="NCCL buffers of one process that works in groups of GPUs, GiB or with a unit; null takes "
         f"{FIRST_COMMUNICATOR_MIB} MiB for its first group and {COMMUNICATOR_MIB} for each other, nothing on cpu",
     )
-
-
-class Parallel(Section):
-    """What any engine states: its name and how many GPUs hold one copy of the model."""
-
-    engine: str
-    tensor_parallel: Count = Field(default=1, description="GPUs that every tensor is cut over")
-
-    @property
-    def degrees(self) -> str:
-        """`TP8 PP2`: how the model is cut."""
-        return f"TP{self.tensor_parallel}"
-
-
-class Train(Parallel):
-    """The training engine of a role."""
-
-    engine: str = Field(default="megatron", description="megatron, host, or one that a package adds")
-    sequence_parallel: bool = Field(default=True, description="cut activations between the tensor-parallel regions too")
-    data_parallel: Count | None = Field(
-        default=None, description="copies of the model; null derives GPUs / (tensor x pipeline x context parallel)"
-    )
-    pipeline_parallel: Count = Field(default=1, description="stages that the layers are dealt out to; must divide them")
-    context_parallel: Count = Field(default=1, description="ranks that one sequence's tokens are dealt out to")
-    expert_parallel: Count = Field(
-        default=1, description="ranks that the experts are dealt out to, among the data x context parallel ones"
-    )
-    distributed_optimizer: bool = Field(
-        default=False, description="megatron: cut master weights and moments over the data x context parallel ranks"
-    )
-    zero: Annotated[int, Field(ge=0, le=3)] | None = Field(
-        default=None,
-        description="fsdp: cut over the data-parallel ranks are optimizer states (1), gradients too (2), weights too "
-        "(3, FSDP's full shard); null is 3",
-    )
-    microbatch: Count = Field(default=1, description="fsdp: whole sequences that are trained or scored at a time")
-    offload_parameters: bool = Field(default=False, description="fsdp: weights may wait in host memory")
-    offload_optimizer: bool = Field(default=False, description="fsdp: gradients and moments may wait in host memory")
-    make_vocab_size_divisible_by: Count | None = Field(
-        default=None,
-        description="megatron: rows of embedding and head are a multiple of this x tensor_parallel; null takes vLLM's",
-    )
-
-    @property
-    def gpus_a_copy(self) -> int:
-        """GPUs that hold one copy of the model."""
-        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
-
-    @property
-    def degrees(self) -> str:
-        """`TP8 PP2`: how the model and its tokens are cut."""
-        tp, pp, cp, ep = self.tensor_parallel, self.pipeline_parallel, self.context_parallel, self.expert_parallel
-        return str(Degrees(tp, pp, cp, ep))
-
-
-class Score(Train):
-    """The engine that computes a role's log-probabilities without training it."""
-
-
-class Rollout(Parallel):
-    """The engine that samples a role's responses."""
-
-    engine: str = Field(default="vllm", description="vllm, host, or one that a package adds")
-    kv_cache_gib: Gib = Field(examples=[29], description='KV cache budget of one GPU, GiB or with a unit: "48 MiB"')
-    runtime_gib: Gib = Field(
-        default=3.0, description="buffers of the engine beside weights and KV, one GPU, GiB or with a unit"
-    )
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """KV cache budget of one GPU, bytes."""
-        return gib_to_nbytes(self.kv_cache_gib)
-
-    @property
-    def runtime_bytes(self) -> int:
-        """Engine buffers of one GPU, bytes."""
-        return gib_to_nbytes(self.runtime_gib)
 
 
 class Role(Section):

@@ -88,14 +88,12 @@ class Inventory(WeightRows):
     # ---- rollout engine
 
     def _rollout(self) -> Iterator[StateObject]:
-        rollout = self.job.roles[self.job.policy].rollout
-        assert rollout is not None
         decode = self.schedule.decode_windows
         kept = self.apart or self.off("rollout_release")
         why = "resident: nobody else has these GPUs" if self.apart else "resident: release is off"
         for name, title, nbytes in (
-            ("kv", "rollout KV cache", rollout.kv_cache_bytes),
-            ("runtime", "rollout runtime buffers", rollout.runtime_bytes),
+            ("kv", "rollout KV cache", self.job.kv_cache_bytes),
+            ("runtime", "rollout runtime buffers", self.job.runtime_bytes),
         ):
             yield StateObject(
                 f"rollout.{name}", title, "phase-local", self.job.policy, nbytes, self.uses(decode),

@@ -58,10 +58,11 @@ class WeightRows(Rows):
             readers=readers, **self._kept(role),
             why=f"{'one copy for both engines, ' if shared else ''}rewritten chunk by chunk in P3",
         )  # fmt: skip
-        vision = job.spec.vision_parameters * job.itemsize
+        vision = -(-job.spec.vision_parameters // (job.rollout_tp if self._cut else 1)) * job.itemsize
         yield StateObject(
             f"{role}.vision", f"{role} vision tower", "regenerable", role, weight_bytes(job, role, "vision"),
-            self.uses((*decode, *self._seeing())), readers=readers, **self._kept(role),
+            self.uses((*(() if self._cut else decode), *self._seeing())), readers=() if self._cut else readers,
+            **self._kept(role),
             why="cut over all ranks" if job.zero(role) == 3 else "replicated on every rank",
         )  # fmt: skip
         if shared:
@@ -70,6 +71,12 @@ class WeightRows(Rows):
                 self.uses((*self.schedule.decode_windows, *self.role_windows(role, "publish"))),
                 readers=readers, always=True, why="tensors whose row order the engines cannot share",
             )  # fmt: skip
+            if self._cut:
+                yield StateObject(
+                    "rollout.vision", "rollout vision tower", "regenerable", role, vision,
+                    self.uses(self.schedule.decode_windows), process="rollout", always=True,
+                    why="cut over the engine's ranks: a second copy of a frozen tower",
+                )  # fmt: skip
             return
         for name, nbytes in (("weights", rollout_shard), ("vision", vision)):
             sent = name == "weights" or trains_vision(job, role)
@@ -80,6 +87,12 @@ class WeightRows(Rows):
                 self.uses((*self.schedule.decode_windows, *writes)),
                 process="rollout", **self._asleep(), why=self._why_second(),
             )  # fmt: skip
+
+    @property
+    def _cut(self) -> bool:
+        """Whether the rollout engine cuts the tower over its ranks."""
+        rollout = self.job.roles[self.job.policy].rollout
+        return rollout is not None and rollout.mm_encoder_tp_mode == "weights" and self.job.rollout_tp > 1
 
     def _format(self, role: str) -> str:
         return "FP32" if self.job.zero(role) == 3 and self.job.itemsize == 2 else self.dtype

@@ -92,7 +92,8 @@ def _roles(job: Job) -> Iterator[Lever]:
     rollout = job.roles[job.policy].rollout
     assert rollout is not None
     yield _lever(f"roles.{job.policy}.rollout.tensor_parallel", _wider(job, rollout.tensor_parallel))
-    yield _kv_budget(job, rollout.kv_cache_gib)
+    if rollout.kv_cache_gib is not None:
+        yield _kv_budget(job, rollout.kv_cache_gib)
 
 
 def _wider(job: Job, now: int) -> tuple[str, ...]:
@@ -147,7 +148,9 @@ def _with_kv_budget(job: Job, key: str, values: Sequence[int]) -> Lever:
     for value in _spread(values):
         workload = job.workload.model_copy(update={key: value})
         need = job.model_copy(update={"workload": workload}).rollout_kv_need_bytes
-        if need < budget.kv_cache_bytes:
+        if budget.kv_cache_gib is None:
+            steps.append((f"workload.{key}={value}",))
+        elif need < job.kv_cache_bytes:
             kv = f"roles.{job.policy}.rollout.kv_cache_gib={size_text(_up(need))}"
             steps.append((f"workload.{key}={value}", kv))
     return Lever(tuple(steps))

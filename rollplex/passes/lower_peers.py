@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
 from rollplex.passes.inventory import CARRIED
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
+from rollplex.passes.state import Lifetimes
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class RolloutProgram(Context):
         inputs = self.schedule.inputs[call.node]
         yield from (Wait(window=first, event=name) for name in inputs)
         yield from self.enter("rollout", first)
-        weights = (f"{self.policy}.snapshot", f"{self.policy}.case3", f"{self.policy}.vision")
+        tower = "rollout.vision" if "rollout.vision" in self.module[Lifetimes] else f"{self.policy}.vision"
+        weights = (f"{self.policy}.snapshot", f"{self.policy}.case3", tower)
         if self.second_copy:
             weights = ("rollout.weights", "rollout.vision")
         yield Run(

@@ -18,6 +18,7 @@ from rollplex.backends import activations as a
 from rollplex.backends.facts import Block, Work
 from rollplex.backends.ordering import stacked
 from rollplex.ir.models import ModelSpec
+from rollplex.ir.serving import Serving
 
 NORM_COPIES = 8  # bytes of h a token beyond a fused norm's: FP32 input and normalised value of two norms
 LOGITS_FORWARD, LOGITS_BACKWARD = 2 + 4 + 4, 4 + 2
@@ -67,6 +68,10 @@ class FsdpFacts:
     split_views: frozenset[str] = frozenset()
     fuses: frozenset[str] = frozenset()
     reindexes: frozenset[str] = frozenset()
+
+    def profile_bytes(self, serving: Serving) -> int:
+        """No profile run: its memory is a setting of the job."""
+        raise AssertionError("not an engine with a share of the memory")
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
         """Separate projections, as transformers names them."""

@@ -8,6 +8,7 @@ from rollplex.backends.facts import Block, Work
 from rollplex.backends.host import sizes
 from rollplex.backends.ordering import stacked
 from rollplex.ir.models import ModelSpec
+from rollplex.ir.serving import Serving
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class HostFacts:
     split_views: frozenset[str] = frozenset({"gate_up"})
     fuses: frozenset[str] = frozenset()
     reindexes: frozenset[str] = frozenset()
+
+    def profile_bytes(self, serving: Serving) -> int:
+        """No profile run: its memory is a setting of the job."""
+        raise AssertionError("not an engine with a share of the memory")
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
         """Separate projections: one block a part, on both sides."""

@@ -12,6 +12,7 @@ from rollplex.backends import activations as a
 from rollplex.backends.facts import Block, Work
 from rollplex.backends.ordering import grouped
 from rollplex.ir.models import ModelSpec
+from rollplex.ir.serving import Serving
 
 HEAD_CHUNK_TOKENS = 2048
 """The head runs over this many tokens at a time outside the naive schedule."""
@@ -31,6 +32,10 @@ class MegatronFacts:
     split_views: frozenset[str] = frozenset({"gate_up", "expert_gate_up"})
     fuses: frozenset[str] = frozenset({"qkv", "gate_up", "expert_gate_up"})
     reindexes: frozenset[str] = frozenset()
+
+    def profile_bytes(self, serving: Serving) -> int:
+        """No profile run: its memory is a setting of the job."""
+        raise AssertionError("not an engine with a share of the memory")
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
         """Per KV group `[q.., k, v]`; `[gate_r; up_r]`."""

@@ -7,6 +7,32 @@ from dataclasses import dataclass
 from rollplex.backends.facts import Block, Work
 from rollplex.backends.ordering import stacked
 from rollplex.ir.models import ModelSpec
+from rollplex.ir.serving import Serving
+
+SAMPLER_BYTES = 2 + 4 + 4 + 8 + 4 + 4
+"""A logit of a sequence, gathered over ranks: bf16, FP32, sorted with its index, probability, running sum."""
+GRAPH_BYTES = 2**30
+"""CUDA graphs of a decode engine; an assumption, engines log 0.5 to 1.5 GiB."""
+
+
+def _step_bytes(s: Serving) -> int:
+    """Live in one layer of a step of `batched_tokens`: residual and its norm, the wider of attention and MLP."""
+    spec = s.spec
+    mlp = 3 * spec.ffn // s.tp
+    if spec.moe is not None:
+        mlp = spec.moe.per_token * (2 * spec.hidden + 3 * spec.moe.ffn // s.tp)
+    attention = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim // s.tp
+    return s.batched_tokens * (2 * spec.hidden + max(mlp, attention)) * s.itemsize
+
+
+def _image_bytes(s: Serving) -> int:
+    """The tower over as many patches as a step takes visual tokens, at least one image, and their embeddings."""
+    vision = s.spec.vision
+    if vision is None:
+        return 0
+    tokens = max(s.image_tokens, min(s.batched_tokens, s.image_tokens * s.sequences))
+    block = 5 * vision.hidden + 3 * vision.ffn // s.tower_ways
+    return tokens * (vision.merge**2 * block + s.spec.hidden) * s.itemsize
 
 
 @dataclass(frozen=True)
@@ -24,6 +50,11 @@ class VllmFacts:
     split_views: frozenset[str] = frozenset()
     fuses: frozenset[str] = frozenset({"qkv", "gate_up", "expert_gate_up"})
     reindexes: frozenset[str] = frozenset({"qkv", "gate_up"})
+
+    def profile_bytes(self, serving: Serving) -> int:
+        """The larger of a language step and the largest image's tower, the sampler's logits, and CUDA graphs."""
+        sampler = serving.sequences * SAMPLER_BYTES * serving.spec.padded_vocab()
+        return max(_step_bytes(serving), _image_bytes(serving)) + sampler + GRAPH_BYTES
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
         """`[Q_R; K_R; V_R]` and `[gate_R; up_R]`."""
