@@ -64,3 +64,10 @@ def test_an_ablation_keeps_the_update_of_the_full_schedule_and_says_so() -> None
 def test_finer_chunks_make_up_for_a_second_copy_where_the_arithmetic_differs_from_the_paper() -> None:
     """Two copies of the weights fit once the update takes small chunks: said in the warning, and true."""
     assert compiled("ablate=[weight_sharing]", "optimizer.chunks=64").feasible
+
+
+def test_a_chunk_that_is_held_is_never_finer_than_chunks_may_be() -> None:
+    """On a GPU without any room the full schedule has no largest chunk: the finest there may be, and over capacity."""
+    plan = compiled("ablate=[state_offload]", "cluster.capacity_gib=8")
+    assert plan.infeasible is not None
+    assert plan.summary.chunks.optimizer.count <= 4096

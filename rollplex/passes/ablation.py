@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rollplex.ir.job import Job
+from rollplex.ir.job_schema import MAX_CHUNKS
 from rollplex.ir.module import Module
 from rollplex.passes.chunk_sizes import ALIGN, ChunkSizesPass, gather
 from rollplex.passes.layout import Layout
@@ -37,11 +38,15 @@ def full_schedule(module: Module) -> Module:
 
 
 def largest_chunk(full: Module) -> int:
-    """Parameters of the largest chunk that fits beside what the update of the full schedule needs in HBM."""
+    """Parameters of the largest chunk that fits beside what the update of the full schedule needs in HBM.
+
+    Where nothing fits, it is the finest chunk that there may be: the plan says by how much that is over.
+    """
     data = gather(full)
+    finest = -(-data.units // MAX_CHUNKS)
     needed = sum(o.nbytes for o in full[Lifetimes].objects if _stays(o, data.update_window))
     room = (full.job.capacity_bytes - needed) // (data.in_flight * data.element_bytes)
-    return min(data.parameters, max(room // ALIGN, 1) * ALIGN)
+    return min(data.parameters, max(room // ALIGN, finest) * ALIGN)
 
 
 def _stays(o: StateObject, update: str) -> bool:

@@ -53,10 +53,14 @@ class Facts:
         """Steps by process kind."""
         return self.plan.programs
 
+    @cached_property
+    def _places(self) -> dict[str, tuple[At, ...]]:
+        return {p: tuple(At(p, i, s) for i, s in enumerate(steps)) for p, steps in self.programs.items()}
+
     def steps(self, *processes: str) -> Iterator[At]:
         """Every step of these programs (of all, if none is named)."""
         for process in processes or self.programs:
-            yield from (At(process, i, s) for i, s in enumerate(self.programs[process]))
+            yield from self._places[process]
 
     def runs(self, *tasks: str) -> Iterator[tuple[At, Run]]:
         """Every run of these tasks."""
