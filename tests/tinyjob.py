@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollplex.ir.models import spec_from_config
+
 GROUP = 4
+KV_BYTES = 1152  # what two prompts and their responses take
+CONFIG = {
+    "model_type": "qwen2", "hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 2, "vocab_size": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+MODEL = spec_from_config(CONFIG, "tiny")
 
 
 def tiny_job(
@@ -12,16 +20,16 @@ def tiny_job(
 ) -> dict[str, Any]:
     """Training TP 2 over rollout TP 1; a prompt group a slot for every data-parallel rank."""
     engine = {"engine": "host", "tensor_parallel": 2}
-    rollout = {"engine": "host", "tensor_parallel": 1, "kv_cache_gib": 1, "runtime_gib": 0}
+    rollout = {"engine": "host", "tensor_parallel": 1, "kv_cache_gib": KV_BYTES / 2**30, "runtime_gib": 0}
     return {
-        "model": {"name": "Qwen2.5-VL-3B"},
+        "model": {"name": "tiny", "config": CONFIG},
         "cluster": {
             "gpu": "cpu", "gpus_per_node": gpus, "rollout_gpus": rollout_gpus, "capacity_gib": capacity / 2**30,
             "host_memory_gb": host * gpus / 10**9, "pinned_share": 1.0,
         },
         "roles": {"actor": {"train": engine, "rollout": rollout, "freeze": []}, "reference": {"score": engine}},
         "workload": {
-            "prompts": rollout_gpus or gpus, "group": GROUP, "prompt_tokens": 64, "response_tokens": 16,
+            "prompts": rollout_gpus or gpus, "group": GROUP, "prompt_tokens": 2, "response_tokens": 1,
             "rollout": {"kind": "partial", "share": share} if share else {},
         },
         "schedule": schedule,

@@ -10,7 +10,7 @@
  rollout prompts?  map kv  generate ..           rollout!  || unmap kv  freed!                    ||
                                                    rollout-complete                        theta-quiet        published
  HBM     snapshot 16, case3 2 ================================================================== rewritten == rebuilt
-         kv 128 ========================================== freed
+         kv 1152 ========================================= freed
          reference 8 ======= freed                         || reference 8 ======= freed
          boundary of the reference 4 ==================================== freed
                                boundary of the actor 4 ============================ freed

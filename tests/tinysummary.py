@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
+from tinyjob import MODEL
+
 from rollplex.ir.plan import (
     ChunkSummary,
     Microbatches,
@@ -58,7 +60,7 @@ actor.snapshot      regenerable    16 hbm   HHHHHHH uuu-uuu HHHHHHH u--uuuu HHHH
 actor.case3         regenerable     2 hbm   HHHHHHH uuu---u HHHHHHH u-----u . .             shared
 rollout.weights     regenerable    16 hbm   . .             . .             HHHHHHH u-----u
 reference.weights   regenerable     8 host  HhhHhhh u--u--- hHHhhhh -uu---- hHHhhhh -uu---- host_backed
-rollout.kv          phase-local   128 -     HHH---- uuu---- H------ u------ H------ u------
+rollout.kv          phase-local  1152 -     HHH---- uuu---- H------ u------ H------ u------
 reference.boundary  boundary        4 -     HHHH--- u--u--- -HH---- -uu---- -HH---- -uu---- slots
 actor.boundary      boundary        4 -     -HHHH-- -u--u-- ---HH-- ---uu-- ---HH-- ---uu-- slots attached
 actor.prefix_saved  phase-local     6 -     -hhhh-- -u--u-- ---dd-- ---uu-- ---dd-- ---uu-- slots attached recomputable
@@ -177,7 +179,10 @@ def summary(variant: Variant) -> Summary:
             optimizer=OptimizerChunks(
                 count=3, elements=4, bytes=64, workspace_bytes=0 if COLUMN[variant] == 8 else 128
             ),
-            microbatch=Microbatches(prefix_prompts=1, suffix_responses=2, workspace_bytes={}),
+            microbatch=Microbatches(
+                prefix_prompts=1, suffix_responses=2,
+                workspace_bytes={"reference.workspace": 3, "train.activations": 10},
+            ),
         ),
         times=_times(variant),
         policy=Policy(kind="mps" if variant in ("rollplex", "partial") else "none"),
@@ -186,25 +191,34 @@ def summary(variant: Variant) -> Summary:
     )  # fmt: skip
 
 
-# Name, view, case, parameters (Qwen2.5-VL-3B's language model in all), bytes of shard, received, and buffer.
+# Name, view, case, tensors, parameters (those of tinyjob.CONFIG in all), bytes of shard, received, and buffer.
 CLASSES = """
-gate_up slabs     1 2000000000 6 3 0
-o       transpose 2 1000000000 8 4 0
-qkv     rebuild   3 85938688   2 1 2
+embed   alias     1 1 128 4 2 0
+qkv     rebuild   3 6 18  2 1 2
+o       transpose 2 1 4   4 2 0
+gate_up slabs     1 2 8   2 1 0
+down    transpose 2 1 4   4 2 0
+norm    alias     1 3 6   2 0 0
 """
+CASE_OF = {"o_proj": 2, "down_proj": 2, "q_proj": 3, "k_proj": 3, "v_proj": 3}
+
+
+def _tensor(name: str) -> TensorPlacement:
+    case = next((case for part, case in CASE_OF.items() if part in name), 1)
+    return TensorPlacement(name=name, case=cast(Any, case), why="")
 
 
 def layout(shared: bool) -> LayoutSummary:
     """TP 2 -> TP 1: two engines of one rank, one class of tensors in each case; none where nothing is shared."""
     rows = [line.split() for line in CLASSES.strip().splitlines()] if shared else []
-    params = {k: sum(int(row[3]) for row in rows if row[2] == k) for k in "123"}
+    params = {k: sum(int(row[4]) for row in rows if row[2] == k) for k in "123"}
     classes = tuple(
         LayoutClass.model_validate(
-            {"name": name, "view": view, "case": int(case), "tensors": 1, "params": int(params)}
+            {"name": name, "view": view, "case": int(case), "tensors": int(count), "params": int(params)}
             | {"shard_bytes": int(shard), "receives_bytes": int(gets), "sends_bytes": int(gets), "why": name}
             | {"buffer_bytes": int(buffer), "slabs": 1, "pieces": 1, "decode_s": 0.0, "rebuild_s": 0.0}
         )
-        for name, view, case, params, shard, gets, buffer in rows
+        for name, view, case, count, params, shard, gets, buffer in rows
     )
     return LayoutSummary(
         q=2,
@@ -218,5 +232,5 @@ def layout(shared: bool) -> LayoutSummary:
         classes=classes,
         needs=(),
         alternatives=(),
-        tensors=tuple(TensorPlacement(name=c.name, case=c.case, why=c.why) for c in classes),
+        tensors=tuple(_tensor(t.name) for t in (MODEL.tensors() if shared else ())),
     )

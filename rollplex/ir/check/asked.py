@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from rollplex.ir.check.facts import ROLLOUT_COMPLETE, Facts
 from rollplex.ir.check.graph import is_call
 from rollplex.ir.check.rules import Violation
+from rollplex.ir.check.update import LARGEST_PAGE
 from rollplex.ir.engines import engine
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.planned_job import job_of
+
+DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
 
 def capacities(facts: Facts, job: Job) -> Iterator[Violation]:
@@ -42,9 +45,35 @@ def engines(facts: Facts, job: Job) -> Iterator[Violation]:
         kind = facts.plan.processes.get(process)
         if kind is None or section is None:
             yield Violation("asked", f"no process runs the policy's {process} engine", where=process)
-        elif (kind.engine, kind.tensor_parallel) != (section.engine, section.tensor_parallel):
-            told, asked = (f"{s.engine} TP{s.tensor_parallel}" for s in (kind, section))
-            yield Violation("asked", f"{told}, the job has {asked}", where=process)
+            continue
+        for what in ("engine", *DEGREES):
+            told, asked = getattr(kind, what), getattr(section, what, 1)  # a rollout engine has a TP alone
+            if told != asked:
+                yield Violation("asked", f"{what} {told}, the job has {asked}", where=process)
+    for name, kind in facts.plan.processes.items():
+        alone = kind.ranks == 1 and all(getattr(kind, d) == 1 for d in DEGREES)
+        if name not in sections and (kind.engine != name or not alone):
+            yield Violation("asked", f"{kind.ranks} ranks of {kind.engine}, it is one process of its own", where=name)
+
+
+def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
+    """Prompts, rollout memory and chunks are those that the job states."""
+    for role, o in facts.boundaries.items():
+        if role not in job.roles:
+            continue
+        taken, sampled = job.prompts_of(role), job.sampled // job.data_parallel(role)
+        if o.slots not in (taken, sampled):
+            more = f" of {sampled}" if sampled != taken else ""
+            what = f"{o.name} has {o.slots} groups, a rank of {role} works on {taken}{more} prompts"
+            yield Violation("asked", what, object=o.name, where=o.name)
+    rollout, held = job.roles[job.policy].rollout, {n for _, s in facts.runs("generate") for n in s.writes}
+    assert rollout is not None
+    for nbytes in (rollout.kv_cache_bytes, rollout.runtime_bytes):
+        if nbytes and not any(0 <= facts.objects[n].bytes - nbytes < LARGEST_PAGE for n in held):
+            yield Violation("asked", f"nothing that decode writes has the job's {nbytes:,} bytes", nbytes=nbytes)
+    count, asked = facts.plan.summary.chunks.optimizer.count, job.optimizer.chunks
+    if asked not in ("auto", count):
+        yield Violation("asked", f"{count} chunks, the job has {asked}", where="chunks")
 
 
 def roles(facts: Facts, job: Job) -> Iterator[Violation]:
@@ -99,7 +128,7 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
 
 
 CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
-    capacities, schedule, engines, roles, policy, tail, executable,
+    capacities, schedule, engines, budgets, roles, policy, tail, executable,
 )  # fmt: skip
 
 

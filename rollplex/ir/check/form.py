@@ -78,6 +78,10 @@ def _processes(facts: Facts) -> Iterator[Violation]:
 
 def owners(facts: Facts) -> Iterator[Violation]:
     """Owners move and write; readers read, after importing (paper section 3.2, stable-address staging)."""
+    for o in facts.objects.values():
+        named = o.name.partition(".")[0]
+        if named in facts.programs and named != o.process:
+            yield Violation("not-owner", f"it is {named}'s by its name, and {o.process}'s", object=o.name, where=o.name)
     for at in facts.steps():
         for name in names(at.step):
             o = facts.objects.get(name)

@@ -75,9 +75,15 @@ def trained(facts: Facts) -> Iterator[Violation]:
         yield Violation("graph", what, where=role)
 
 
+RETURNS = ("scores", "prompts", "sample_prompts", "rollout")
+
+
 def hosts(facts: Facts) -> Iterator[Violation]:
     """Host functions are bound to the parameters that the graph names."""
     asked = {r.name: r.args[0] for r in facts.plan.graph if r.op == "rx.host" and is_call(r)}
+    for record in facts.plan.graph:
+        if record.name in asked and record.kwargs.get("returns", "scores") not in RETURNS:
+            yield Violation("graph", f"a host function returns no {record.kwargs['returns']}", where=f"%{record.name}")
     for name in sorted({*asked, *facts.plan.hosts}):
         if asked.get(name) != facts.plan.hosts.get(name):
             what = f"the graph calls {asked.get(name, 'nothing')}, hosts says {facts.plan.hosts.get(name, 'nothing')}"

@@ -16,7 +16,7 @@ from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.update import LARGEST_PAGE
 from rollplex.ir.errors import JobError
-from rollplex.ir.models import load_model, spec_from_config
+from rollplex.ir.models import ModelSpec, load_model, spec_from_config
 from rollplex.ir.planned_layout import LayoutClass, LayoutSummary
 from rollplex.ir.steps import Rebuild
 
@@ -48,7 +48,7 @@ def _model(facts: Facts, total: int) -> Iterator[Violation]:
     match facts.plan.job:
         case {"model": {"name": str(name), **rest}}:
             try:
-                parameters = _language_parameters(name, json.dumps(rest.get("config"), sort_keys=True))
+                parameters = _spec(name, json.dumps(rest.get("config"), sort_keys=True)).language_parameters
             except JobError as err:
                 yield Violation("layout-cases", f"no such model: {err}", where="layout")
                 return
@@ -58,15 +58,32 @@ def _model(facts: Facts, total: int) -> Iterator[Violation]:
 
 
 @lru_cache(maxsize=64)
-def _language_parameters(name: str, config: str) -> int:
+def _spec(name: str, config: str) -> ModelSpec:
     found: Any = json.loads(config)
-    spec = load_model(name) if found is None else spec_from_config(found, name, "model.config")
-    return spec.language_parameters
+    return load_model(name) if found is None else spec_from_config(found, name, "model.config")
+
+
+def _tensor_names(facts: Facts) -> set[str]:
+    """Parameters of the job's model; none where there is no such model, which `_model` tells."""
+    match facts.plan.job:
+        case {"model": {"name": str(name), **rest}}:
+            try:
+                spec = _spec(name, json.dumps(rest.get("config"), sort_keys=True))
+            except JobError:
+                return set()
+            return {t.name for t in spec.tensors()}
+        case _:
+            return set()
 
 
 def tensors(facts: Facts) -> Iterator[Violation]:
     """Tensors are listed by the case of their class; what no class has is replicated, in case 1."""
     layout = facts.plan.summary.layout
+    for name, count in Counter(t.name for t in layout.tensors).items():
+        if count > 1:
+            yield Violation("layout-cases", f"{name} is listed {count} times", where="layout")
+    for name in sorted({t.name for t in layout.tensors} ^ _tensor_names(facts) if layout.tensors else ()):
+        yield Violation("layout-cases", f"{name} is in the list or in the model, not in both", where="layout")
     listed = Counter(t.case for t in layout.tensors)
     for case in (2, 3):
         if listed[case] != sum(c.tensors for c in _of_case(layout, case)):

@@ -79,6 +79,13 @@ def microbatches(facts: Facts) -> Iterator[Violation]:
             yield Violation("chunk-size", what, where="microbatch")
         case _:
             pass
+    written = {n for _, s in facts.runs("suffix", "whole", "train") for n in s.writes}
+    taken = {n for role in facts.trained for n in facts.gradients(role)}
+    released = {o.name for o in facts.objects.values() if o.class_ == "phase-local" and o.produced != "start"}
+    workspaces = (written - taken) & released
+    for name in sorted(workspaces - set(planned.workspace_bytes)):
+        what = f"{name} is written by suffix steps, and left out"
+        yield Violation("chunk-size", what, object=name, where="microbatch")
     for name, nbytes in planned.workspace_bytes.items():
         if name not in facts.objects or facts.objects[name].bytes != nbytes:
             what = f"{name} is planned with {nbytes:,} bytes, the contract has another"

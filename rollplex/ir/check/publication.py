@@ -58,6 +58,8 @@ def rebuilds(u: Update) -> Iterator[Violation]:
         found = [at for at in u.refreshed(name) if u.facts.past(at, THETA_QUIET)]
         if not found:
             yield Violation("missing-rebuild", f"{name} still holds theta_k", object=name, where=u.role)
+        for again in found[1:]:
+            yield Violation("missing-rebuild", f"{name} is made already by {found[0]}", again, name)
         yield from _rebuilt_late(u, found)
         yield from _sent(u, found)
     shared = u.snapshot is not None and u.facts.objects[u.snapshot].readers

@@ -125,6 +125,10 @@ def uses_table(facts: Facts) -> Iterator[Violation]:
                 yield Violation("uses-table", f"{name} is planned to be produced in {o.produced}", at, name)
             produced.add(name)
     for o in facts.objects.values():
+        cyclic = o.start != "-"
+        if cyclic != (o.produced == "start"):
+            says = f"starts {'in ' + o.start if cyclic else 'nowhere'} and is produced in {o.produced}"
+            yield Violation("uses-table", f"{o.name} {says}", object=o.name, where=o.name)
         if o.consumed and o.name not in produced and set(o.residency.values()) & {"hbm", "host"}:
             yield Violation("uses-table", f"{o.name} is planned and never used", object=o.name, where=o.name)
 

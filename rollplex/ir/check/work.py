@@ -67,6 +67,11 @@ def slots(facts: Facts) -> Iterator[Violation]:
 
 def attached(facts: Facts) -> Iterator[Violation]:
     """Reference outputs are detached, the training boundary stays attached (paper section 3.1)."""
+    for o in facts.objects.values():
+        if o.attached and o.class_ not in ("boundary", "phase-local"):
+            yield Violation("attached", f"{o.name} is {o.class_} and attached", object=o.name, where=o.name)
+        if o.recomputable and o is not facts.saved.get(o.role):
+            yield Violation("attached", f"{o.name} is recomputable, and no saved state", object=o.name, where=o.name)
     for o in facts.boundaries.values():
         if o.attached != (o.role in facts.trained):
             says = "attached" if o.attached else "detached"
