@@ -66,9 +66,8 @@ def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
             more = f" of {sampled}" if sampled != taken else ""
             what = f"{o.name} has {o.slots} groups, a rank of {role} works on {taken}{more} prompts"
             yield Violation("asked", what, object=o.name, where=o.name)
-    rollout, held = job.roles[job.policy].rollout, {n for _, s in facts.runs("generate") for n in s.writes}
-    assert rollout is not None
-    for nbytes in (rollout.kv_cache_bytes, rollout.runtime_bytes):
+    held = {n for _, s in facts.runs("generate") for n in s.writes}
+    for nbytes in (job.kv_cache_bytes, job.runtime_bytes):
         if nbytes and not any(0 <= facts.objects[n].bytes - nbytes < LARGEST_PAGE for n in held):
             yield Violation("asked", f"nothing that decode writes has the job's {nbytes:,} bytes", nbytes=nbytes)
     count, asked = facts.plan.summary.chunks.optimizer.count, job.optimizer.chunks
