@@ -33,6 +33,8 @@ app = typer.Typer(
 AlgorithmFile = Annotated[str, typer.Argument(metavar="ALGORITHM", help="FILE.py, FILE.py:NAME, or an installed NAME")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, as --set")]
 JobFile = Annotated[Path, typer.Option("--job", "-j", help="the job, a YAML file")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="write the plan as a page for a browser")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan made by `compile -o`")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key: schedule=naive")]
 
 
@@ -60,12 +62,13 @@ def compile_(
     ] = "",
     time: Annotated[bool, typer.Option("--time", help="print the seconds of each pass, and the solver's part")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to a file")] = None,
+    html: Html = None,
 ) -> None:
     """Compile an algorithm under a job to a plan; needs no GPU and no engine."""
     look = _Look(print_after or [], passes, sys.stderr if as_json else sys.stdout)
     with Stopwatch() as watch:
         if api.ends_early(passes):
-            _refuse_plan_options(passes, {"--plan-only": plan_only, "--json": as_json, "--output": output})
+            _refuse_plan_options(passes, {"--plan-only": plan_only, "--json": as_json, "--output": output, "--html": html})
             _run_passes(algorithm, job, _overrides(overrides, set_), look)
             plan = None
         else:
@@ -78,15 +81,37 @@ def compile_(
         raise typer.Exit
     if output:
         _write(output, plan.to_json())
+    if html:
+        _write_html(html, plan, job.name)
     if as_json:
         sys.stdout.write(plan.to_json())
     else:
-        _page(plan, job.name, whole=plan_only or not output)
+        _page(plan, job.name, whole=plan_only or not (output or html))
     raise typer.Exit(0 if plan.feasible else 1)
 
 
 @app.command()
-def verify(plan: Annotated[Path, typer.Argument(help="a plan made by `compile -o`")]) -> None:
+def show(plan: PlanFile, html: Html = None) -> None:
+    """Print the page of a plan file, or write it for a browser; the figures are the file's, nothing is compiled."""
+    loaded = api.load_plan(plan)
+    if html:
+        _write_html(html, loaded, "")
+    _page(loaded, "", whole=not html)
+    raise typer.Exit(0 if loaded.feasible else 1)
+
+
+@app.command()
+def diff(old: PlanFile, new: PlanFile) -> None:
+    """Tell what differs between two plans, nothing of what is equal; exit status 0 when nothing does, 1 otherwise."""
+    from rollplex.show.difference import difference_lines
+
+    lines = difference_lines(api.load_plan(old), api.load_plan(new))
+    terminal.show(lines)
+    raise typer.Exit(1 if lines else 0)
+
+
+@app.command()
+def verify(plan: PlanFile) -> None:
     """Replay a plan and refuse it, with every reason, if any process could misuse memory or read a wrong state."""
     from rollplex.show.checked import checked_lines
 
@@ -279,6 +304,12 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write the plan: {error.strerror}", where=path, hint="name another file") from None
+
+
+def _write_html(path: Path, plan: Plan, job_name: str) -> None:
+    from rollplex.show.html.page import html_page
+
+    _write(path, html_page(plan, job_name))
 
 
 def _status(error: RollplexError) -> int:
