@@ -68,7 +68,9 @@ def compile_(
     look = _Look(print_after or [], passes, sys.stderr if as_json else sys.stdout)
     with Stopwatch() as watch:
         if api.ends_early(passes):
-            _refuse_plan_options(passes, {"--plan-only": plan_only, "--json": as_json, "--output": output, "--html": html})
+            _refuse_plan_options(
+                passes, {"--plan-only": plan_only, "--json": as_json, "--output": output, "--html": html}
+            )
             _run_passes(algorithm, job, _overrides(overrides, set_), look)
             plan = None
         else:

@@ -126,7 +126,7 @@ def test_an_infeasible_plan_exits_1_with_the_reason(override: list[str], rollple
     assert result.status == 1
     assert "DOES NOT FIT" in result.out
     assert "naive overlap" in result.out
-    assert "would fit  schedule=rollplex" in result.out
+    assert "would fit  1  schedule=rollplex" in result.out
 
 
 def test_json_is_the_plan_and_nothing_else(rollplex: Rollplex) -> None:
@@ -477,3 +477,36 @@ def test_the_shapes_job_needs_its_offloading() -> None:
     for name in ("actor.prefix_saved", "actor.master", "actor.moments"):
         assert set(plan.object(name).residency.values()) <= {"host", "dropped", "-"}
     assert not api.compile_files(VIDEO, SHAPES, ["roles.actor.prefix_saved=hbm"]).plan.feasible
+
+
+# ---- plan files: show, html, diff
+
+
+def test_show_prints_and_writes_a_plan_file(rollplex: Rollplex, plan_file: Path, tmp_path: Path) -> None:
+    """The same page that `compile` printed, from the file alone; --html writes it for a browser."""
+    assert "FITS" in (shown := rollplex("show", str(plan_file))).out
+    assert shown.status == 0
+    page = tmp_path / "plan.html"
+    assert rollplex("show", str(plan_file), "--html", str(page)).status == 0
+    assert page.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_compile_writes_a_page(rollplex: Rollplex, tmp_path: Path) -> None:
+    """An infeasible plan has a page too; the exit status says what it is."""
+    page = tmp_path / "naive.html"
+    assert rollplex("compile", GRPO, "-j", JOB, "schedule=naive", "--html", str(page)).status == 1
+    assert "DOES NOT FIT" in page.read_text("utf-8")
+    refused = rollplex("compile", GRPO, "-j", JOB, "--html", str(tmp_path / "none" / "x.html"))
+    assert refused.status == 2
+    assert "cannot write" in refused.err
+
+
+def test_diff_is_like_diff(rollplex: Rollplex, plan_file: Path, tmp_path: Path) -> None:
+    """0 and nothing for equal plans, 1 with what differs, 2 for what is no plan."""
+    other = tmp_path / "b.json"
+    rollplex("compile", GRPO, "-j", JOB, "workload.prompts=30", "-o", str(other))
+    assert rollplex("diff", str(plan_file), str(plan_file)) == (0, "", "")
+    found = rollplex("diff", str(plan_file), str(other))
+    assert found.status == 1
+    assert "workload.prompts" in found.out
+    assert rollplex("diff", str(plan_file), JOB).status == 2

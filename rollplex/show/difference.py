@@ -84,8 +84,8 @@ def _verdict(old: Plan, new: Plan) -> Iterator[Row]:
     yield from _amount("peak", a.peak_hbm_bytes, b.peak_hbm_bytes, size)
     yield from _changed("peak in", a.peak_window, b.peak_window)
     yield from _amount("peak of the host pool", a.peak_host_bytes, b.peak_host_bytes, size)
-    shortfalls = (p.infeasible.shortfall_bytes if p.infeasible else 0 for p in (old, new))
-    yield from _amount("over in the first window", *shortfalls, size)
+    over = [p.infeasible.shortfall_bytes if p.infeasible else 0 for p in (old, new)]
+    yield from _amount("over in the first window", over[0], over[1], size)
 
 
 def _windows(old: Plan, new: Plan) -> Iterator[Row]:
@@ -129,9 +129,11 @@ def _times(old: Plan, new: Plan) -> Iterator[Row]:
 
 
 def _decisions(old: Plan, new: Plan) -> Iterator[Row]:
-    """Layout, chunks, policy, as the file has them."""
+    """Layout, chunks, policy, as the file has them, but for lists of many rows."""
     for section in ("layout", "chunks", "policy"):
-        sides = [dict(_flat(getattr(p.summary, section).model_dump(exclude={"tensors"}))) for p in (old, new)]
+        sides = [
+            dict(_flat(getattr(p.summary, section).model_dump(exclude={"tensors", "alternatives"}))) for p in (old, new)
+        ]
         for key in dict.fromkeys((*sides[0], *sides[1])):
             a, b = (side.get(key) for side in sides)
             what = f"{section} {key.replace('_', ' ')}"

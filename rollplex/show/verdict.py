@@ -54,13 +54,14 @@ def _remedies(found: Infeasible, width: int) -> list[Text]:
     if not found.remedies:
         return labelled("would fit", "with no change that was found: one key, or two, of what this job states", width)
     figures = table([_figures(r) for r in found.remedies], right=(0, 1, 2), gap=3)
-    room = width - LABEL - 3 - max(map(len, figures))
+    room = width - LABEL - 6 - max(map(len, figures))
     changes = min(max(len(r.change) for r in found.remedies), room)
     lines: list[Text] = []
-    for remedy, text in zip(found.remedies, figures, strict=True):
+    for i, (remedy, text) in enumerate(zip(found.remedies, figures, strict=True), 1):
         first, *more = joined(remedy.change.split(), changes, " ")
         label = "" if lines else "would fit"
-        lines += [_under(label, f"{first:<{changes}}   {text}", width), *(_under("", rest, width) for rest in more)]
+        lines += [_under(label, f"{i}  {first:<{changes}}   {text}", width)]
+        lines += [_under("", f"   {rest}", width) for rest in more]
     return lines
 
 

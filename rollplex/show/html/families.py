@@ -33,14 +33,14 @@ _ORDER = {f.key: i for i, f in enumerate(FAMILIES)}
 
 def family(o: PlannedObject, trained: frozenset[str]) -> str:
     """The key of an object's family."""
+    if o.name.endswith((".context", ".runtime")):
+        return "engine"
     if o.class_ == "boundary":
         return "boundary"
     if o.class_ == "permanent" or o.name.startswith("optimizer."):
         return "optimizer"
     if "gradient" in o.name:
         return "gradients"
-    if o.name.endswith((".context", ".runtime")):
-        return "engine"
     if o.class_ == "regenerable":
         return "weights" if o.role in trained else "frozen"
     return "kv" if o.process == "rollout" else "work"

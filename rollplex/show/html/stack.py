@@ -196,14 +196,14 @@ def unit_of(held: Mapping[str, Mapping[str, int]], capacity: int) -> Unit:
 
 def band_picture(stack: Stack, most: int) -> Markup:
     """A low picture of some of the objects, to the scale of the largest band; its windows are those of the others."""
-    top, bottom = 8.0, 8.0 + stack.height
+    top, bottom = 18.0, 18.0 + stack.height
     scale = ByteScale(most * 1.12, top, bottom)
     ends = [el("line", x1=LEFT, x2=stack.time.width - RIGHT, y1=bottom, y2=bottom, class_="axis")]
     peak = max(stack.total(s.name) for s in stack.time.spans)
     y = scale.y(peak)
     ends.append(el("line", x1=LEFT, x2=stack.time.width - RIGHT, y1=y, y2=y, class_="grid"))
     ends.append(el("text", stack.unit(peak, 1), x=LEFT - 8, y=y + 4, class_="tick"))
-    name = el("text", stack.title, x=stack.time.width - RIGHT - 4, y=top + 10, class_="band")
+    name = el("text", stack.title, x=LEFT, y=top - 4, class_="band")
     parts = (el("title", stack.title), el("desc", stack.about), *ends, *_objects(stack, scale), name)
     return svg(stack.time.width, bottom + 4, *parts)
 
