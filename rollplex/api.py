@@ -25,7 +25,7 @@ from rollplex.ir.stopwatch import stage
 
 if TYPE_CHECKING:
     from rollplex.ir.dsl import Algorithm
-    from rollplex.ir.job import Job
+    from rollplex.ir.job_auto import JobSet
     from rollplex.passes.base import Pass
     from rollplex.passes.pipeline import OnPass, PassReport
     from rollplex.runtime.events import Progress
@@ -51,36 +51,36 @@ def compile_files(
     The algorithm is FILE.py, FILE.py:NAME, or the NAME of one that an installed package has; `passes` is what
     `--passes` says, empty for all of them. Raises RollplexError for whatever is wrong with the input.
     """
-    loaded, loaded_job = _load(algorithm, job, overrides)
-    from rollplex.passes.pipeline import compile_plan
+    loaded, jobs = _load(algorithm, job, overrides)
+    from rollplex.passes.degrees import compile_best
 
-    return Compiled(compile_plan(loaded, loaded_job, on_pass=on_pass, passes=_selected(passes)), loaded)
+    return Compiled(compile_best(loaded, jobs, on_pass=on_pass, passes=_selected(passes)), loaded)
 
 
 def run_passes(
     algorithm: str, job: str | Path, overrides: Sequence[str] = (), on_pass: OnPass | None = None, passes: str = ""
 ) -> None:
     """Run some passes for what they report to `on_pass`; no plan comes of it, so none of its facts need be there."""
-    loaded, loaded_job = _load(algorithm, job, overrides)
+    loaded, jobs = _load(algorithm, job, overrides)
     from rollplex.passes import pipeline
     from rollplex.passes.selection import check_needs
 
     chosen = _selected(passes)
     check_needs(chosen, pipeline.full_pipeline())
-    pipeline.run_passes(pipeline.start(loaded, loaded_job), chosen, on_pass)
+    pipeline.run_passes(pipeline.start(loaded, jobs.only(str(job))), chosen, on_pass)
 
 
-def _load(algorithm: str, job: str | Path, overrides: Sequence[str]) -> tuple[Algorithm, Job]:
-    """The job first: its mistakes show before torch is imported."""
+def _load(algorithm: str, job: str | Path, overrides: Sequence[str]) -> tuple[Algorithm, JobSet]:
+    """The jobs first: their mistakes show before torch is imported."""
     with stage("read the job"):
-        from rollplex.ir.job import load_job
+        from rollplex.ir.job_auto import load_jobs
 
-        loaded_job = load_job(job, overrides)
+        jobs = load_jobs(job, overrides)
     with stage("import torch and OR-Tools"):
         import rollplex.passes.pipeline  # noqa: F401  (measured here, used by the callers)
         from rollplex.ir.loading import find_algorithm
     with stage("load the algorithm"):
-        return find_algorithm(algorithm), loaded_job
+        return find_algorithm(algorithm), jobs
 
 
 def _selected(passes: str) -> tuple[Pass, ...]:

@@ -29,7 +29,8 @@ A job is a YAML file: the model, the machines, the roles' engines, and one step'
     rollplex compile examples/grpo.py --job examples/jobs/qwen2_5_vl_32b_h800x8.yaml workload.prompts=64 schedule=serial
 
 Unknown keys are refused, and all problems of a file are reported at once, each with its line. Sizes are numbers in the
-unit of the key's name, or texts with a unit: `29`, `"48 MiB"`, `"1.4 TB"`. Paths are relative to the job file.
+unit of the key's name, or texts with a unit: `29`, `"48 MiB"`, `"1.4 TB"`. Paths are relative to the job file. Parallel
+degrees may be `auto`: the compiler tries all legal ones, takes the best, and says how the others compare.
 
 A whole example is [examples/jobs/qwen2_5_vl_32b_h800x8.yaml](../examples/jobs/qwen2_5_vl_32b_h800x8.yaml).
 """

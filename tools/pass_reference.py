@@ -32,10 +32,21 @@ names the pass that makes it. After every pass the graph is verified, and at the
     rollplex compile .. --time                     seconds of each pass, of imports and tracing, and the solvers' part
 
 `layout`, `residency` and `chunk-sizes` are CP-SAT models. Their files begin with data, variables, constraints and
-objectives; the code uses the same letters and numbers. Objectives are solved in order, each fixed before the next. One
-worker, a fixed seed and a deterministic limit make plans repeat, byte for byte. A result carries value, bound and
-status; *infeasible* and *out of time* are different outcomes. Sizes come from the engines: a backend's `facts.py` says
-how it orders fused weights and what its work needs in memory, as arithmetic on the model's shape.
+objectives; the code uses the same letters and numbers. Objectives are solved in order, each fixed before the next:
+residency takes the least bytes over a capacity (zero for what fits), then the least exposed time, then the least peak,
+then the fewest bytes moved. One worker, a fixed seed and a deterministic limit make plans repeat, byte for byte. A
+result carries value, bound and status; *infeasible* and *out of time* are different outcomes, and where the limit ends
+a solve early the best solution so far stands, `feasible`, with its bound. Sizes come from the engines: a backend's
+`facts.py` says how it orders fused weights and what its work needs in memory, as arithmetic on the model's shape.
+
+The constraints of a model are a table of numbered families (`FAMILIES`). `tests/oracles/` has every solver's maths once
+more, by enumeration; `tests/test_families.py` compares the two on random instances, takes away each family and swaps
+every two neighbouring objectives, to see that a test notices. `python tools/families.py` prints which and how.
+
+A job may leave degrees to the compiler: `tensor_parallel: auto`, for any engine. The file then stands for several jobs,
+one for every choice that the static rules let pass. A choice whose weights alone exceed a GPU is refused unseen, all
+others are compiled; the least predicted step wins, then the lower peak, then the smaller degrees. `summary.degrees` of
+the plan holds the choice, `summary.runners_up` the others.
 
 [CONTRIBUTING.md](../CONTRIBUTING.md) has the recipe for a pass, here or in a package of your own. This page is made by
 `python tools/pass_reference.py` from the passes' docstrings.

@@ -339,7 +339,10 @@ class Job(Section):
 
 
 def load_job(path: str | Path, overrides: Iterable[str] = ()) -> Job:
-    """The job in a YAML file with `a.b=c` overrides applied; JobError reports every problem at once, with its line."""
-    from rollplex.ir.job_file import read_job  # it needs Job
+    """The job in a YAML file with `a.b=c` overrides applied; JobError reports every problem at once, with its line.
 
-    return read_job(Path(path), tuple(overrides))
+    A file that leaves degrees to the compiler (`auto`) is several jobs: `rollplex.ir.job_auto.load_jobs`.
+    """
+    from rollplex.ir.job_auto import load_jobs  # it needs Job
+
+    return load_jobs(path, overrides).only(str(path))

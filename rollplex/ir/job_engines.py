@@ -10,12 +10,15 @@ from rollplex.ir.job_section import Count, Section, Share
 from rollplex.ir.shards import Degrees
 from rollplex.ir.sizes import Gib
 
+DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+"""Keys of an engine that a job file may leave to the compiler, as `auto`: it then stands for several jobs."""
+
 
 class Parallel(Section):
     """What any engine states: its name and how many GPUs hold one copy of the model."""
 
     engine: str
-    tensor_parallel: Count = Field(default=1, description="GPUs that every tensor is cut over")
+    tensor_parallel: Count = Field(default=1, description="GPUs that every tensor is cut over; auto: the best")
 
     @property
     def degrees(self) -> str:

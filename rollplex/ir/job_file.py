@@ -11,7 +11,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,27 @@ class Override:
     value: Any
 
 
-def read_job(path: Path, overrides: tuple[str, ...]) -> Job:
-    """The checked job of a file; see `rollplex.ir.job.load_job`."""
+@dataclass(frozen=True)
+class Draft:
+    """A job before it is checked: its keys and values, what was wrong in reading them, and where each stands."""
+
+    data: dict[str, Any]
+    problems: tuple[Problem, ...]
+    where: _Locator
+
+    def put(self, values: dict[KeyPath, Any]) -> Draft:
+        """The same job with other values of some keys that it has."""
+        data = copy.deepcopy(self.data)
+        for (*sections, key), value in values.items():
+            section: Any = data
+            for part in sections:
+                section = section[part]
+            section[key] = value
+        return replace(self, data=data)
+
+
+def read_draft(path: Path, overrides: tuple[str, ...]) -> Draft:
+    """The values of a job file under its overrides."""
     source = read_yaml(path)
     if not isinstance(source.data, dict):
         found = "nothing" if source.data is None else f"a {type(source.data).__name__}"
@@ -48,9 +67,14 @@ def read_job(path: Path, overrides: tuple[str, ...]) -> Job:
             applied.append(_apply(data, text))
         except ValueError as error:
             problems.append(Problem(str(error), f"--set {text}"))
-    where = _Locator(source, tuple(applied))
     _resolve_paths(data, path.parent)
-    job, wrong = _validate(data)
+    return Draft(data, tuple(problems), _Locator(source, tuple(applied)))
+
+
+def checked(draft: Draft) -> Job:
+    """The job of a draft; JobError with everything that is wrong."""
+    data, where, problems = draft.data, draft.where, list(draft.problems)
+    job, wrong = validate(data)
     problems += [_problem(error, where) for error in wrong]
     if job is not None:
         suspects = [_suspect(error, data) for error in wrong]
@@ -61,14 +85,14 @@ def read_job(path: Path, overrides: tuple[str, ...]) -> Job:
 
 
 def change_job(job: Job, overrides: Iterable[str]) -> Job:
-    """The job with `a.b=c` overrides, checked as `read_job` checks them; JobError tells what refuses them."""
+    """The job with `a.b=c` overrides, checked as those of a file are; JobError tells what refuses them."""
     data = job.model_dump(mode="json")
     try:
         for text in overrides:
             _apply(data, text)
     except ValueError as error:
         raise JobError(str(error)) from None
-    changed, wrong = _validate(data)
+    changed, wrong = validate(data)
     problems = [_problem(error, _nowhere) for error in wrong]
     problems += [] if changed is None else [f.problem(_nowhere(f.path)) for f in check_job(changed)]
     if problems or changed is None:
@@ -164,7 +188,7 @@ def _embed_config(data: dict[str, Any], base: Path) -> None:
 # ---- validation
 
 
-def _validate(data: dict[str, Any]) -> tuple[Job | None, list[ErrorDetails]]:
+def validate(data: dict[str, Any]) -> tuple[Job | None, list[ErrorDetails]]:
     """The job, and what is wrong in its keys; stand-ins take the place of wrong values, so that the rest is checked."""
     try:
         return Job.model_validate(data), []

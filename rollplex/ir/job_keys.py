@@ -9,6 +9,8 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from rollplex.ir.job_engines import DEGREES
+
 KeyPath = tuple[str | int, ...]
 
 # Values that later versions accept: say so instead of calling them a typing mistake.
@@ -88,6 +90,7 @@ def explain(error: ErrorDetails, path: KeyPath, parent: type[BaseModel] | None) 
     if kind == "value_error":
         return f"`{key}`: {context['error']}", ""
     expected = _EXPECTED.get(kind.split("_")[0])
+    expected = f"{expected}, or auto" if expected and key in DEGREES else expected
     return f"`{key}` is {value}; " + (f"expected {expected}" if expected else error["msg"].lower()), ""
 
 

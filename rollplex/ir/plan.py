@@ -146,6 +146,17 @@ class Tail(Strict):
     snapshots: Whole = Field(description="snapshots that the tokens of the longest response come from, predicted")
 
 
+class Candidate(Strict):
+    """One choice of the degrees that a job left to the compiler."""
+
+    degrees: dict[str, Whole] = Field(description="key of the job -> value")
+    feasible: bool
+    compiled: bool = Field(default=True, description="false where a lower bound was enough to refuse it")
+    step_s: Number | None = Field(default=None, description="predicted; null where nothing was compiled")
+    peak_bytes: Whole = Field(description="of the fullest GPU; a lower bound where nothing was compiled")
+    why_not: str = Field(default="", description="what it lacks; empty where it fits")
+
+
 class Summary(Strict):
     """What `--plan-only` prints; there for infeasible plans too: what the schedule needs if capacity had no limit."""
 
@@ -164,6 +175,8 @@ class Summary(Strict):
     times: Times
     policy: Policy
     solvers: tuple[SolverResult, ...]
+    degrees: dict[str, Whole] = Field(default_factory=dict, description="values chosen for `auto`, by key of the job")
+    runners_up: tuple[Candidate, ...] = Field(default=(), description="the other legal degrees, best first")
     warnings: tuple[str, ...]
 
 

@@ -22,6 +22,7 @@ from rollplex.ir.plan import (
 )
 from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import touched
+from rollplex.passes.candidates import Degrees
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
 from rollplex.passes.layout import Layout
@@ -166,6 +167,8 @@ def summarise(module: Module) -> Summary:
         times=module[Estimate].times,
         policy=module[SharePolicy].policy,
         solvers=(*layout.solvers, *residency.solvers, *chunks.solvers),
+        degrees=module[Degrees].chosen,
+        runners_up=module[Degrees].others,
         warnings=tuple(warnings(module)),
     )
 

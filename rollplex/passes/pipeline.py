@@ -22,6 +22,7 @@ from rollplex.ir.types import RoleKind
 from rollplex.passes.ablation import HoldSizes
 from rollplex.passes.assemble import NEEDS, build_plan
 from rollplex.passes.base import Pass
+from rollplex.passes.candidates import NO_CHOICE, Degrees
 from rollplex.passes.chunk_sizes import ChunkSizesPass
 from rollplex.passes.estimate import EstimatePass
 from rollplex.passes.heads import with_heads
@@ -83,7 +84,7 @@ def start(algorithm: Algorithm, job: Job) -> Module:
         params.setdefault("n", job.group)
     with stage("trace"):
         graph = algorithm.trace(params, {name: _kind(role) for name, role in job.roles.items()})
-    return Module(graph, with_heads(graph, job), algorithm)
+    return Module(graph, with_heads(graph, job), algorithm).put(NO_CHOICE)
 
 
 def _kind(role: Role) -> RoleKind:
@@ -135,16 +136,22 @@ def _degrees(job: Job) -> tuple[object, ...]:
 
 
 def compile_plan(
-    algorithm: Algorithm, job: Job, *, on_pass: OnPass | None = None, passes: Sequence[Pass] | None = None
+    algorithm: Algorithm,
+    job: Job,
+    degrees: Degrees = NO_CHOICE,
+    *,
+    on_pass: OnPass | None = None,
+    passes: Sequence[Pass] | None = None,
 ) -> Plan:
     """Compile an algorithm under a job; the plan has been through the checker, feasible or not.
 
+    `degrees` says how the job was chosen, where its file left that to the compiler (see `passes.degrees`).
     `passes` are the full pipeline with those of installed packages unless given. Raises GraphError for the
     algorithm's mistakes, PassError and SolverTimeout when a pass cannot go on, PluginError for a package's mistakes.
     """
     chosen = full_pipeline() if passes is None else passes
     check_needs(chosen, chosen, NEEDS)
-    module = run_passes(start(algorithm, job), chosen, on_pass)
+    module = run_passes(start(algorithm, job).put(degrees), chosen, on_pass)
     with stage("assemble the plan"):
         plan = build_plan(module)
     if not plan.feasible:

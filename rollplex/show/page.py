@@ -11,6 +11,7 @@ from rich.text import Text
 
 from rollplex.ir.plan import Plan
 from rollplex.show.contract import contract_lines
+from rollplex.show.degrees import degree_lines
 from rollplex.show.figures import (
     chunk_lines,
     layout_lines,
@@ -30,6 +31,7 @@ Section = Callable[[Plan, int], Sequence[Text]]
 # Sections that a blank line sets apart; those within a group stand together.
 _GROUPS: tuple[tuple[Section, ...], ...] = (
     (infeasible_lines,),
+    (degree_lines,),
     (naive_lines,),
     (graph_lines,),
     (contract_lines,),

@@ -1,0 +1,25 @@
+"""The parallel degrees that a job left to the compiler: what was chosen, and how the others compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rollplex.ir.plan import Candidate
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The chosen value of every `auto` key, and the other legal choices, best first; empty for a job without `auto`."""
+
+    made_by: ClassVar[str] = "degrees"
+    chosen: dict[str, int] = field(default_factory=dict)
+    others: tuple[Candidate, ...] = ()
+
+    def __str__(self) -> str:
+        values = "  ".join(f"{key}={value}" for key, value in self.chosen.items())
+        return f"{values}   of {len(self.others) + 1} legal choices"
+
+
+NO_CHOICE = Degrees()
+"""Of a job that states all its degrees."""
