@@ -18,13 +18,14 @@ from mutants.edit import move, put, steps, summarise, with_object
 from tinygraph import centred
 from tinyplan import tiny_plan, too_large, with_capacity
 from tinysummary import VARIANTS
+from twoplan import two_roles
 
 from rollplex.ir.checker import RULES, check_plan, verify_plan
 from rollplex.ir.errors import PlanError
 from rollplex.ir.plan import Plan, parse_plan
 from rollplex.ir.steps import Barrier, Run, Signal, Step, UpdateChunk, Wait
 
-PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {"too large": too_large()}
+PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {"too large": too_large(), "two roles": two_roles()}
 NAMES = sorted(MUTANTS)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import MUTANTS
+from twoplan import two_roles
 
 from rollplex.ir.checker import check_plan
 from rollplex.ir.job import load_job
@@ -15,7 +16,7 @@ from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
 from rollplex.passes.pipeline import compile_plan
 
-GRPO = load_algorithm("examples/grpo.py")
+ALGORITHMS = {name: load_algorithm(f"examples/{name}.py") for name in ("grpo", "grpo_reward_model", "dapo")}
 NODE, CLUSTER = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
 FEW = ("workload.prompts=4",)
 TP4 = ("roles.actor.train.tensor_parallel=4", "roles.reference.score.tensor_parallel=4")
@@ -43,13 +44,32 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+OTHERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "a reward model": ("grpo_reward_model", "examples/jobs/reward_model_32b_h800x8.yaml", ("workload.prompts=8",)),
+    "dynamic sampling": ("dapo", "examples/jobs/dapo_32b_h800x32.yaml", ()),
+}
+PPO: dict[str, tuple[str, ...]] = {
+    "ppo": (),
+    "ppo, serial": ("schedule=serial",),
+    "ppo, naive": ("schedule=naive",),
+    "ppo, no chunked optimizer": ("ablate=[chunked_optimizer]", "optimizer.chunks=auto"),
+    "ppo, no state offload": ("ablate=[state_offload]",),
+    "ppo, critic of the same model": ("roles.critic.model=null", "roles.critic.train.tensor_parallel=8"),
+    "ppo, trained towers": ("roles.critic.freeze=[]", "roles.actor.freeze=[]"),
+    "ppo, prefix dropped": ("roles.critic.prefix_saved=dropped", "roles.actor.prefix_saved=dropped"),
+}
+NAMES = sorted({*JOBS, *OTHERS, *PPO})
+
+
 @cache
 def plan(name: str) -> Plan:
-    job, overrides = JOBS[name]
-    return compile_plan(GRPO, load_job(job, overrides))
+    if name in PPO:
+        return two_roles(*PPO[name])
+    algorithm, job, overrides = OTHERS.get(name) or ("grpo", *JOBS[name])
+    return compile_plan(ALGORITHMS[algorithm], load_job(job, overrides))
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", NAMES)
 def test_compiled_plans_pass(name: str) -> None:
     """Feasible or not, with every mechanism on or off."""
     assert check_plan(plan(name)) == ()
@@ -57,7 +77,7 @@ def test_compiled_plans_pass(name: str) -> None:
 
 @pytest.mark.parametrize("fault", sorted(MUTANTS))
 @settings(max_examples=8, deadline=None)
-@given(name=st.sampled_from(sorted(JOBS)), data=st.data())
+@given(name=st.sampled_from(NAMES), data=st.data())
 def test_a_fault_in_a_compiled_plan_is_refused(fault: str, name: str, data: st.DataObject) -> None:
     """The fault anywhere in the plan, if the plan has anything to break in this way."""
     made = list(MUTANTS[fault].make(plan(name)))

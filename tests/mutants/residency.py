@@ -30,9 +30,9 @@ def map_dropped(plan: Plan) -> Iterator[Plan]:
             yield put(plan, process, i)
 
 
-@mutant("not-produced")
+@mutant("not-produced", "end-state")
 def fetch_without_copy(plan: Plan) -> Iterator[Plan]:
-    """Fresh pages where contents are needed."""
+    """Fresh pages where contents are needed, by a task or by the next iteration."""
     for process, i, step in steps(plan, Fetch):
         yield put(plan, process, i, Map(window=step.window, object=step.object))
 

@@ -30,6 +30,11 @@ def chunks(plan: Plan) -> list[tuple[str, int, UpdateChunk]]:
     return list(steps(plan, UpdateChunk))
 
 
+def several(plan: Plan, step: UpdateChunk) -> bool:
+    """Whether the role of a chunk has others."""
+    return sum(c.role == step.role for _, _, c in chunks(plan)) > 1
+
+
 @mutant("update-before-quiet")
 def update_before_theta_quiet(plan: Plan) -> Iterator[Plan]:
     """A chunk stands before the barrier, in the last window of P2."""
@@ -52,8 +57,8 @@ def read_after_theta_quiet(plan: Plan) -> Iterator[Plan]:
 
 @mutant("chunk-size")
 def chunk_missing(plan: Plan) -> Iterator[Plan]:
-    for process, i, _ in chunks(plan):
-        if len(chunks(plan)) > 1:
+    for process, i, step in chunks(plan):
+        if several(plan, step):
             yield put(plan, process, i)
 
 
@@ -83,8 +88,9 @@ def chunk_beyond_the_end(plan: Plan) -> Iterator[Plan]:
 
 @mutant("chunk-cover")
 def chunks_swapped(plan: Plan) -> Iterator[Plan]:
-    for process, i, _ in chunks(plan)[1:]:
-        yield move(plan, process, i, i - 1)
+    for process, i, step in chunks(plan):
+        if step.index:
+            yield move(plan, process, i, i - 1)
 
 
 @mutant("chunk-size")
@@ -108,14 +114,14 @@ def chunk_without_its_state(plan: Plan) -> Iterator[Plan]:
 def chunk_leaves_the_snapshot(plan: Plan) -> Iterator[Plan]:
     published = {s.object for _, _, s in steps(plan, Publish)}
     for process, i, step in chunks(plan):
-        for name in sorted(published):
+        for name in sorted(published.intersection(step.writes)):
             yield put(plan, process, i, change(step, writes=without(step.writes, name)))
 
 
 @mutant("chunk-state")
 def chunk_hides_its_workspace(plan: Plan) -> Iterator[Plan]:
-    for process, i, step in chunks(plan) if len(chunks(plan)) > 1 else ():
-        for name in step.writes:
+    for process, i, step in chunks(plan):
+        for name in step.writes if several(plan, step) else ():
             yield put(plan, process, i, change(step, writes=without(step.writes, name)))
 
 
@@ -126,16 +132,16 @@ def norms(plan: Plan) -> list[tuple[str, int, Run]]:
 
 @mutant("gradient-final")
 def norm_before_the_last_backward(plan: Plan) -> Iterator[Plan]:
-    for process, i, _ in norms(plan):
+    for process, i, step in norms(plan):
         for _, j, s in steps(plan, Run, process=process):
-            if s.task in ("train", "prefix_backward"):
+            if s.task in ("train", "prefix_backward") and s.role == step.role:
                 yield move(plan, process, i, j)
 
 
 @mutant("gradient-final")
 def norm_after_the_first_chunk(plan: Plan) -> Iterator[Plan]:
-    for process, i, _ in norms(plan):
-        yield move(plan, process, i, chunks(plan)[0][1])
+    for process, i, step in norms(plan):
+        yield move(plan, process, i, next(j for _, j, c in chunks(plan) if c.role == step.role))
 
 
 @mutant("gradient-final")

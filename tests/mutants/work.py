@@ -8,7 +8,7 @@ from mutants.edit import change, move, mutant, objects, put, steps, unlist, with
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run
 
-BY_GROUP = ("prefix", "suffix", "train", "prefix_backward")
+BY_GROUP = ("prefix", "suffix", "whole", "train", "prefix_backward")
 
 
 def tasks(plan: Plan, *names: str) -> Iterator[tuple[str, int, Run]]:
@@ -18,7 +18,7 @@ def tasks(plan: Plan, *names: str) -> Iterator[tuple[str, int, Run]]:
 
 @mutant("microbatch")
 def group_left_out(plan: Plan) -> Iterator[Plan]:
-    for process, i, _ in tasks(plan, "prefix", "suffix", "train"):
+    for process, i, _ in tasks(plan, "prefix", "suffix", "whole", "train"):
         yield put(plan, process, i)
 
 
@@ -44,15 +44,15 @@ def group_left_out_for_another(plan: Plan) -> Iterator[Plan]:
 @mutant("microbatch")
 def task_of_an_unknown_role(plan: Plan) -> Iterator[Plan]:
     for process, i, step in tasks(plan, *BY_GROUP):
-        yield put(plan, process, i, change(step, role="critic"))
+        yield put(plan, process, i, change(step, role="nobody"))
 
 
 @mutant("slot")
 def group_beyond_the_slots(plan: Plan) -> Iterator[Plan]:
-    slots = {o.role: o.slots for o in plan.summary.objects if o.class_ == "boundary"}
+    groups = {s.role: 1 + max(r.microbatch for _, _, r in tasks(plan, s.task)) for _, _, s in tasks(plan, *BY_GROUP)}
     for process, i, step in tasks(plan, *BY_GROUP):
-        if slots[step.role] > 1:
-            yield put(plan, process, i, change(step, microbatch=slots[step.role]))
+        if groups[step.role] > 1:
+            yield put(plan, process, i, change(step, microbatch=groups[step.role]))
 
 
 @mutant("slot", "microbatch")
