@@ -54,7 +54,7 @@ def job_that_would_be_refused(plan: Plan) -> Iterator[Plan]:
 @mutant("asked")
 def object_of_an_unknown_role(plan: Plan) -> Iterator[Plan]:
     for o in plan.summary.objects:
-        yield with_object(plan, o.name, role="critic")
+        yield with_object(plan, o.name, role="nobody")
 
 
 @mutant("asked")
@@ -114,7 +114,7 @@ def update_of_another_role(plan: Plan) -> Iterator[Plan]:
 @mutant("graph")
 def host_function_of_another_name(plan: Plan) -> Iterator[Plan]:
     for name in plan.hosts:
-        yield plan.model_copy(update={"hosts": {**plan.hosts, name: "other"}})
+        yield plan.model_copy(update={"hosts": {**plan.hosts, name: "nobody"}})
         yield plan.model_copy(update={"hosts": {n: f for n, f in plan.hosts.items() if n != name}})
     yield plan.model_copy(update={"hosts": {**plan.hosts, "more": "reward"}})
 

@@ -35,8 +35,8 @@ def unknown_window(plan: Plan) -> Iterator[Plan]:
 @mutant("unknown-name")
 def unknown_process(plan: Plan) -> Iterator[Plan]:
     for name, o in objects(plan).items():
-        yield with_object(plan, name, readers=(*o.readers, "critic"))
-    yield plan.model_copy(update={"programs": {**plan.programs, "critic": plan.programs["controller"]}})
+        yield with_object(plan, name, readers=(*o.readers, "nobody"))
+    yield plan.model_copy(update={"programs": {**plan.programs, "nobody": plan.programs["controller"]}})
 
 
 @mutant("unknown-name")
