@@ -50,6 +50,7 @@ def task_of_an_unknown_role(plan: Plan) -> Iterator[Plan]:
 @mutant("slot")
 def group_beyond_the_slots(plan: Plan) -> Iterator[Plan]:
     groups = {s.role: 1 + max(r.microbatch for _, _, r in tasks(plan, s.task)) for _, _, s in tasks(plan, *BY_GROUP)}
+    groups |= {o.role: o.slots for o in plan.summary.objects if o.class_ == "boundary"}
     for process, i, step in tasks(plan, *BY_GROUP):
         if groups[step.role] > 1:
             yield put(plan, process, i, change(step, microbatch=groups[step.role]))
