@@ -13,7 +13,9 @@ from rollplex.ir.loading import load_algorithm
 from rollplex.ir.models import load_model
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange
+from rollplex.passes.costs import ways
 from rollplex.passes.pipeline import compile_plan
+from rollplex.passes.work import role_work
 
 GRPO = load_algorithm("examples/grpo.py")
 X8, X32 = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
@@ -195,3 +197,21 @@ def test_chunks_must_reach_the_end_of_a_share(sharded: Plan) -> None:
     steps[last] = steps[last].model_copy(update={"stop": steps[last].stop - PAGE})  # pyright: ignore[reportAttributeAccessIssue]
     plan = sharded.model_copy(update={"programs": {**sharded.programs, "train": tuple(steps)}})
     assert "chunk-cover" in rules_broken(plan)
+
+
+# ---- times
+
+
+def test_a_token_meets_the_experts_it_is_sent_to() -> None:
+    """30B-A3B and 235B-A22B are named after what one token meets, in billions."""
+    assert load_model("Qwen3-VL-30B-A3B").active_parameters / 1e9 == pytest.approx(3.3, abs=0.1)
+    assert load_model("Qwen3-VL-235B-A22B").active_parameters / 1e9 == pytest.approx(22, abs=0.3)
+    dense = load_model("Qwen2.5-7B")
+    assert dense.active_parameters == dense.language_parameters
+
+
+def test_a_pipeline_fills_and_drains() -> None:
+    """16 steps through 4 stages take 19 slots (Narayanan et al. 2021): a bubble of 3/16 on top."""
+    work = role_work(load_job(X32, [TRAIN + "tensor_parallel=4", TRAIN + "pipeline_parallel=4"]), "actor")
+    assert work.steps == 16
+    assert ways(work) == pytest.approx(4 * 4 * 16 / 19)

@@ -118,6 +118,14 @@ class ModelSpec:
         return _parameters(self, "language")
 
     @property
+    def active_parameters(self) -> int:
+        """Language parameters that one token meets: of the routed experts only those it is sent to."""
+        if self.moe is None:
+            return self.language_parameters
+        routed = sum(t.numel for t in self.tensors() if t.kind in ("expert_gate_up", "expert_down"))
+        return self.language_parameters - routed * (self.moe.experts - self.moe.per_token) // self.moe.experts
+
+    @property
     def vision_parameters(self) -> int:
         """Parameters of the vision tower and its projector."""
         return _parameters(self, "vision")

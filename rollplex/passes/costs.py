@@ -67,13 +67,13 @@ class Costs:
 
     def prefix_s(self, work: Work, prompts: int) -> float:
         """Vision tower and prefill of `prompts` prompts on one rank of the group."""
-        language = forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / work.tp
+        language = forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / ways(work)
         return prompts * (language + vision_flops(work.spec, work.patches)) / self.flops_per_s
 
     def suffix_s(self, work: Work, prompts: int) -> float:
         """One forward over all responses of `prompts` prompts."""
         context = work.prompt_tokens + work.response_tokens / 2
-        return prompts * forward_flops(work.spec, self._mean_tokens(work), context) / work.tp / self.flops_per_s
+        return prompts * forward_flops(work.spec, self._mean_tokens(work), context) / ways(work) / self.flops_per_s
 
     def whole_s(self, work: Work, prompts: int) -> float:
         """One forward over all responses of `prompts` prompts, each with its own prompt before it."""
@@ -88,7 +88,7 @@ class Costs:
         if whole:
             return self.whole_s(work, prompts) * (4 if work.recompute else 3)
         suffix = self.suffix_s(work, prompts) * (4 if work.recompute else 3)
-        language = prompts * forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / work.tp
+        language = prompts * forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / ways(work)
         prefix = (3 if work.recompute else 2) * language / self.flops_per_s
         tower = prompts * vision_flops(work.spec, work.patches) * (3 if work.vision_grad else 0) / self.flops_per_s
         return suffix + prefix + tower
@@ -136,10 +136,15 @@ def _sends_tower(job: Job) -> bool:
     return job.spec.vision is not None and trains_vision(job, job.policy)
 
 
+def ways(work: Work) -> float:
+    """Ranks that share a sequence's work, less the time a pipeline fills and drains: (steps + stages - 1) / steps."""
+    return work.tp * work.pp * work.cp * work.steps / (work.steps + work.pp - 1)
+
+
 def forward_flops(spec: ModelSpec, tokens: float, context: float) -> float:
-    """FLOPs of one language-model forward: two a parameter and token, and attention over `context` tokens."""
+    """FLOPs of one language-model forward: two a parameter that a token meets, and attention over `context` tokens."""
     attention = 4 * spec.layers * spec.heads * spec.head_dim * context
-    return tokens * (2 * spec.language_parameters + attention)
+    return tokens * (2 * spec.active_parameters + attention)
 
 
 def vision_flops(spec: ModelSpec, patches: int) -> float:
