@@ -179,6 +179,8 @@ def _update(job: Job) -> Iterator[Lever]:
     optimizer = job.optimizer
     if optimizer.chunks != "auto":
         yield _lever("optimizer.chunks", ("auto",))
+    elif job.ablate and "chunked_optimizer" not in job.ablate:  # it holds the chunks of the full schedule
+        yield _lever("optimizer.chunks", tuple(str(2**k) for k in range(3, 8)))
     yield _lever("optimizer.in_flight", tuple(str(n) for n in range(optimizer.in_flight - 1, 0, -1)))
 
 
