@@ -31,6 +31,7 @@ from rollplex.ir.plan import (
     WindowSummary,
 )
 from rollplex.ir.planned_layout import CaseBytes, LayoutSummary
+from rollplex.ir.planned_pool import HostPool
 
 GIB = 2**30
 WINDOWS = ("P1 prefix-ref", "P1 decode", "P2 train", "P3 update")
@@ -146,6 +147,7 @@ def summary(
             alternatives=(),
             tensors=(),
         ),
+        host_pool=HostPool(bytes=0, bound_bytes=0, status="optimal", offsets=()),
         chunks=ChunkSummary(
             optimizer=OptimizerChunks(count=5, elements=1000, bytes=GIB, workspace_bytes=3 * GIB),
             microbatch=Microbatches(prefix_prompts=1, suffix_responses=4, workspace_bytes={}),

@@ -22,6 +22,7 @@ from rollplex.ir.plan import (
     WindowSummary,
 )
 from rollplex.ir.planned_layout import CaseBytes, LayoutClass, LayoutSummary, TensorPlacement
+from rollplex.ir.planned_pool import HostPlace, HostPool
 
 Variant = Literal["rollplex", "serial", "apart", "pools", "partial"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -175,6 +176,7 @@ def summary(variant: Variant) -> Summary:
         objects=objects(variant),
         windows=shown,
         layout=layout(shared=variant != "pools"),
+        host_pool=host_pool(variant),
         chunks=ChunkSummary(
             optimizer=OptimizerChunks(
                 count=3, elements=4, bytes=64, workspace_bytes=0 if COLUMN[variant] == 8 else 128
@@ -189,6 +191,19 @@ def summary(variant: Variant) -> Summary:
         solvers=(SolverResult(name="residency", status="optimal", objective="peak bytes", value=16.0, bound=16.0),),
         warnings=(),
     )  # fmt: skip
+
+
+def host_pool(variant: Variant) -> HostPool:
+    """Everything that is ever at the host, one behind the other."""
+    names, places, top = tuple(WINDOWS[variant].values()), [], 0
+    pool = {o.name: name for name, held in by_pool(variant) for o in held}
+    for o in objects(variant):
+        if o.host_backed or "host" in o.residency.values():
+            places.append(HostPlace(object=o.name, pool=pool[o.name], offset=top, bytes=o.bytes, windows=names))
+            top += o.bytes
+    bound = max(w.host_bytes for w in windows(variant))
+    status = "optimal" if bound == top else "feasible"
+    return HostPool(bytes=top, bound_bytes=bound, status=status, offsets=tuple(places))
 
 
 # Name, view, case, tensors, parameters (those of tinyjob.CONFIG in all), bytes of shard, received, and buffer.

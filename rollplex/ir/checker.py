@@ -14,6 +14,7 @@ from rollplex.ir.check.capacity import Cuts, check_capacity
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.form import check_names, check_shape
 from rollplex.ir.check.graph import check_graph
+from rollplex.ir.check.host_pool import check_host_pool
 from rollplex.ir.check.imports import check_imports
 from rollplex.ir.check.layout import check_layout
 from rollplex.ir.check.loss import check_loss
@@ -69,6 +70,7 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
     found += [*check_values(facts, order), *check_imports(facts, order), *check_races(facts, order, cuts, held)]
     if plan.feasible:
         found += check_capacity(facts, cuts, tuple(held.values()))
+    found += check_host_pool(facts, cuts, tuple(held.values()))
     return (*found, *check_summary(facts, Places.of(cuts, tuple(held.values()))))
 
 

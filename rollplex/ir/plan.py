@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from rollplex.ir.errors import PlanError, Problem
 from rollplex.ir.planned_layout import LayoutSummary
+from rollplex.ir.planned_pool import HostPool
 from rollplex.ir.processes import ProcessKind
 from rollplex.ir.steps import Flag, Number, Seconds, Step, Strict, Whole
 from rollplex.ir.textfile import read_text
@@ -171,6 +172,7 @@ class Summary(Strict):
     objects: tuple[PlannedObject, ...]
     windows: tuple[WindowSummary, ...]
     layout: LayoutSummary
+    host_pool: HostPool
     chunks: ChunkSummary
     times: Times
     policy: Policy

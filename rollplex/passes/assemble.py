@@ -25,6 +25,7 @@ from rollplex.ir.steps import touched
 from rollplex.passes.candidates import Degrees
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
+from rollplex.passes.host_pool import HostOffsets
 from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
 from rollplex.passes.payload import batch_bytes, beside_pool_bytes
@@ -163,10 +164,11 @@ def summarise(module: Module) -> Summary:
         objects=tuple(objects),
         windows=tuple(windows),
         layout=layout.summary,
+        host_pool=module[HostOffsets].summary,
         chunks=chunks.summary,
         times=module[Estimate].times,
         policy=module[SharePolicy].policy,
-        solvers=(*layout.solvers, *residency.solvers, *chunks.solvers),
+        solvers=(*layout.solvers, *residency.solvers, *chunks.solvers, *module[HostOffsets].solvers),
         degrees=module[Degrees].chosen,
         runners_up=module[Degrees].others,
         warnings=tuple(warnings(module)),

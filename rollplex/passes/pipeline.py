@@ -1,7 +1,7 @@
 """The default pipeline: passes in order, each timed, the graph verified after each; then a plan, checked.
 
 infer-types  prefix-split  share-prefix  schedule      layout    hold-sizes
-lifetimes    residency     chunk-sizes   share-policy  estimate  lower
+lifetimes    residency     chunk-sizes   host-pool     share-policy  estimate  lower
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rollplex.passes.candidates import NO_CHOICE, Degrees
 from rollplex.passes.chunk_sizes import ChunkSizesPass
 from rollplex.passes.estimate import EstimatePass
 from rollplex.passes.heads import with_heads
+from rollplex.passes.host_pool import HostPoolPass
 from rollplex.passes.infer_types import InferTypes
 from rollplex.passes.installed import insert, installed_passes
 from rollplex.passes.layout import Layout, LayoutPass
@@ -66,6 +67,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         LifetimesPass(),
         ResidencyPass(),
         ChunkSizesPass(),
+        HostPoolPass(),
         SharePolicyPass(),
         EstimatePass(),
         LowerPass(),

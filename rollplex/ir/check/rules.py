@@ -107,6 +107,10 @@ RULES: dict[str, Rule] = {
     "pool": Rule(
         "who shares pages shares GPUs, and every pool is summed up", "paper 4.2", COMPILE_AGAIN
     ),
+    "host-offset": Rule("what is ever at the host has one place in the pinned pool", "design 6", COMPILE_AGAIN),
+    "host-overlap": Rule(
+        "what is at the host together lies at different addresses", "design 6", "give one of them another offset"
+    ),
     # ---- update and publication
     "update-before-quiet": Rule(
         "the update begins after barrier theta-quiet", "paper 3.1", "move it behind the barrier"
