@@ -54,7 +54,7 @@ def place_for_what_is_never_there(plan: Plan) -> Iterator[Plan]:
 
 
 @mutant("host-offset")
-def pool_of_another_size(plan: Plan) -> Iterator[Plan]:
+def pinned_pool_of_another_size(plan: Plan) -> Iterator[Plan]:
     pool = plan.summary.host_pool
     if pool.offsets:
         yield with_pool(plan, bytes=pool.bytes + 1, bound_bytes=min(pool.bound_bytes, pool.bytes + 1))
@@ -62,7 +62,7 @@ def pool_of_another_size(plan: Plan) -> Iterator[Plan]:
 
 
 @mutant("host-offset")
-def pool_proven_wrongly(plan: Plan) -> Iterator[Plan]:
+def pinned_pool_proven_wrongly(plan: Plan) -> Iterator[Plan]:
     pool = plan.summary.host_pool
     yield with_pool(plan, bound_bytes=pool.bytes + 1)
     yield with_pool(plan, status="feasible" if pool.status == "optimal" else "optimal")
