@@ -129,6 +129,15 @@ def test_stacked_experts_stay_in_vllms_own_form() -> None:
     assert by_name(summary(*degrees(8, 8, "Qwen3-VL-30B-A3B")))["expert_down"].view == "alias"
 
 
+def test_a_tied_embedding_is_one_class_and_small_norms_are_replicated() -> None:
+    """3B: the head is the embedding; Qwen3's q and k norms lie on every rank as they are."""
+    tied, normed = (by_name(summary(*degrees(2, 1, m))) for m in ("Qwen2.5-VL-3B", "Qwen3-VL-8B"))
+    assert "head" not in tied
+    assert tied["embed"].view == "alias"
+    assert {normed[n].view for n in ("q_norm", "k_norm", "norm")} == {"alias"}
+    assert normed["q_norm"].receives_bytes == 0
+
+
 # ---- time and memory: auto
 
 
