@@ -65,6 +65,25 @@ def test_examples_pass_the_checker_under_other_schedules(name: str, schedule: st
     assert check_plan(plan(name, f"schedule={schedule}")) == ()
 
 
+# ---- dynamic sampling
+
+
+def test_rounds_before_the_last_run_alone() -> None:
+    """P1 sample | P1 prefix-actor .. P1 decode: prompts so long that their prefixes outlast the last round."""
+    short = ("workload.prompt_tokens=16384", "workload.response_tokens=64", "workload.response_median=32")
+    made = plan("dapo", *short)
+    times, windows = made.summary.times, {w.name: w for w in made.summary.windows}
+    alone = windows["P1 sample"].seconds
+    last = times.decode_s - alone
+    assert times.prefix_s > last + times.interference_s
+    assert times.step_s == pytest.approx(alone + times.prefix_s + times.post_s + times.exposed_transfer_s, abs=1e-5)
+    assert times.saving_bound_s <= last + 1e-6
+    assert windows["P1 sample"].hbm_bytes < windows["P1 decode"].hbm_bytes
+    once = plan("dapo", *short, "workload.dynamic_sampling=null")
+    assert made.summary.peak_hbm_bytes == once.summary.peak_hbm_bytes
+    assert check_plan(made) == ()
+
+
 # ---- several roles
 
 

@@ -77,7 +77,7 @@ class EstimatePass:
             exposed_transfer_s=round(exposed, 6),
             serial_s=round(serial, 6),
             step_s=round(step, 6),
-            speedup_vs_serial=round(serial / step, 4),
+            speedup_vs_serial=round(round(serial, 6) / round(step, 6), 4),  # of the times that the plan tells
             saving_bound_s=round(bound, 6),
         )
         window_s = {w: s + residency.exposed.get(w, 0.0) for w, s in line.window.items()}

@@ -117,7 +117,8 @@ def _places(o: StateObject, window: str) -> frozenset[Place]:
 
 def _stretches(schedule: Schedule, timeline: Timeline) -> tuple[Stretch, ...]:
     if not schedule.overlapped:
-        idle = dict.fromkeys(schedule.names("decode"), round(timeline.idle_s * 1e6))
+        free = timeline.compute if timeline.idle_s else {}  # the trainer's GPUs are free while others decode
+        idle = {w: round(free.get(w, 0.0) * 1e6) for w in schedule.names("decode")}
         return tuple(Stretch((w,), idle.get(w, 0)) for w in schedule.names())
     together = schedule.decode_windows
     alone = (Stretch((w,)) for w in schedule.names() if w not in together)

@@ -28,8 +28,11 @@ def times(facts: Facts) -> Iterator[Violation]:
     # Before it is known which prompts a step takes, prefixes are for all that are sampled.
     taken = tail.taken / max(tail.sampled, 1) if tail and beside else 1.0
     serial = t.decode_s + taken * t.prefix_s + rest
-    together = max(t.decode_s + t.interference_s, t.prefix_s / share) + rest
-    bound = max(0.0, min(t.prefix_s - t.interference_s, t.decode_s))
+    # Rounds of dynamic sampling before the last have their window to themselves.
+    alone = sum(w.seconds for w in facts.plan.summary.windows if w.name == "P1 sample")
+    last = t.decode_s - alone
+    together = alone + max(last + t.interference_s, t.prefix_s / share) + rest
+    bound = max(0.0, min(t.prefix_s - t.interference_s, last))
     if facts.plan.schedule != "disaggregated":  # whose serial schedule is another, on all GPUs
         yield from _same("serial_s", t.serial_s, serial)
     yield from _same("step_s", t.step_s, together if beside else serial)
