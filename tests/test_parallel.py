@@ -8,6 +8,7 @@ import pytest
 from job_texts import GOOD, edited, refusal, write
 
 from rollplex.ir.checker import check_plan
+from rollplex.ir.errors import JobError
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
 from rollplex.ir.models import load_model
@@ -70,7 +71,7 @@ def test_degrees_that_cannot_be_are_refused(case: str, tmp_path: Path) -> None:
 
 
 def test_the_host_engine_trains_on_one_rank() -> None:
-    with pytest.raises(Exception, match="engine host has no distributed_optimizer: it trains on one rank"):
+    with pytest.raises(JobError, match="engine host has no distributed_optimizer: it trains on one rank"):
         load_job("examples/jobs/shapes_host.yaml", [TRAIN + "distributed_optimizer=true"])
 
 
@@ -215,3 +216,9 @@ def test_a_pipeline_fills_and_drains() -> None:
     work = role_work(load_job(X32, [TRAIN + "tensor_parallel=4", TRAIN + "pipeline_parallel=4"]), "actor")
     assert work.steps == 16
     assert ways(work) == pytest.approx(4 * 4 * 16 / 19)
+
+
+@pytest.mark.parametrize(("key", "value"), [("recompute", "selective"), ("attention", "unfused")])
+def test_the_host_engine_has_one_kind_of_attention(key: str, value: str) -> None:
+    with pytest.raises(JobError, match=f"engine host has no {key} {value}"):
+        load_job("examples/jobs/shapes_host.yaml", [f"roles.actor.{key}={value}"])

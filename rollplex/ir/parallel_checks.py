@@ -28,7 +28,7 @@ def degrees(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
     yield from _experts(job, path, section)
     yield from _data_parallel(job, path, section)
     yield from _vocabulary(job, path, section)
-    yield from _host(path, section)
+    yield from _host(job, path, section)
     yield from _whole_sequences(job, path, section)
 
 
@@ -127,13 +127,17 @@ def _padded(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def _host(path: KeyPath, section: Train) -> Iterator[Finding]:
+def _host(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
     """The host engine is one training rank."""
     if section.engine != "host":
         return
     for key in ("pipeline_parallel", "context_parallel", "expert_parallel", "distributed_optimizer"):
         if getattr(section, key) != type(section).model_fields[key].default:
             yield Finding((*path, key), f"engine host has no {key}: it trains on one rank", "leave it out")
+    role = job.roles[str(path[1])]
+    for key, value, hint in (("recompute", "selective", "none or full"), ("attention", "unfused", "flash")):
+        if getattr(role, key) == value:
+            yield Finding(("roles", path[1], key), f"engine host has no {key} {value}", hint, ((*path, "engine"),))
 
 
 FSDP = "fsdp"

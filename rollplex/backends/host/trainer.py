@@ -191,6 +191,7 @@ class TrainEngine:
     def _saved_policy(self, step: Run) -> SavedPolicy:
         """Where the plan keeps what this prefix saves: its slot in HBM, in the pinned pool, or nowhere."""
         name, recompute = f"{step.role}.prefix_saved", self.job.roles[step.role].recompute
+        assert recompute != "selective", "a job that asks it of the host engine is refused"
         if name in step.writes:
             return SavedPolicy("hbm", recompute, self._part(name, self._objects.pages(name, torch.uint8), step))
         if name in step.streams:
