@@ -66,3 +66,17 @@ FIGURE_8: dict[str, tuple[str, str]] = {
 }
 MEDIAN_PROMPTS = (470, 5900)
 """Median tokens of a prompt, the shortest and the longest of the paper's four video tasks (section 2.2)."""
+
+X32 = ("qwen2_5_vl_32b_h800x32.yaml", ("schedule=disaggregated", "cluster.rollout_gpus=16"))
+"""The job of the paper's times, and what makes it its disaggregated baseline: two nodes roll out, two train."""
+MEDIAN_RESPONSES = (125, 120)
+"""Of the same two tasks: prompts are 79 and 98 % of their samples at the median (section 2.2)."""
+TIMES: dict[str, tuple[float, float]] = {
+    # ratio of two times of a step or of its rollout: the paper's least and most over its datasets
+    "step, serial over rollplex": (1.23, 1.30),
+    "step, disaggregated over rollplex": (1.57, 2.24),
+    "rollout, TP 8 over TP 4": (1.17, 1.31),
+    "step, rollout TP 8 over TP 4": (1.06, 1.17),
+    "step, serial over rollplex, partial rollout": (1.08, 1.21),
+    "step, serial over rollplex, oversampling": (1.04, 1.23),
+}

@@ -15,7 +15,7 @@ from pathlib import Path
 from rollplex import api
 from rollplex.ir.hardware import load_gpu
 from rollplex.ir.models import load_model
-from rollplex.ir.plan import Plan
+from rollplex.ir.plan import Plan, Times
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -143,7 +143,38 @@ def _ablation(mechanism: str, phase: str, says: str, tokens: int, budget: str) -
     return Row("Figure 8", what, f"over {says}", computed, found.window.startswith(phase))
 
 
-SECTIONS = (models, gpus, table_1, layout, figure_8)
+def times() -> Iterator[Row]:
+    """Ratios of predicted times at median lengths: on the right side of 1; seconds and sizes are a roofline's."""
+    note = "shape only: data-sheet rates know no video decoding, no framework"
+    found = [_ratios(*lengths) for lengths in zip(p.MEDIAN_PROMPTS, p.MEDIAN_RESPONSES, strict=True)]
+    for what, (least, most) in p.TIMES.items():
+        values = sorted(ratios[what] for ratios in found)
+        yield Row("times", what, f"{least:.2f} to {most:.2f}", " to ".join(f"{v:.2f}" for v in values),
+                  values[0] > 1, note)  # fmt: skip
+
+
+def _ratios(prompt: int, response: int) -> dict[str, float]:
+    job, apart = p.X32
+    median = (f"workload.prompt_median={prompt}", f"workload.response_median={response}")
+
+    def of(*overrides: str) -> Times:
+        return plan(*median, *overrides, job=job).summary.times
+
+    ours, wide = of(), of("roles.actor.rollout.tensor_parallel=8")
+    found = {
+        "step, serial over rollplex": of("schedule=serial").step_s / ours.step_s,
+        "step, disaggregated over rollplex": of(*apart).step_s / ours.step_s,
+        "rollout, TP 8 over TP 4": wide.decode_s / ours.decode_s,
+        "step, rollout TP 8 over TP 4": wide.step_s / ours.step_s,
+    }
+    tails = {"partial rollout": "kind: partial, share: 0.8", "oversampling": "kind: oversample, factor: 1.25"}
+    for name, tail in tails.items():
+        cut = f"workload.rollout={{{tail}}}"
+        found[f"step, serial over rollplex, {name}"] = of(cut, "schedule=serial").step_s / of(cut).step_s
+    return found
+
+
+SECTIONS = (models, gpus, table_1, layout, figure_8, times)
 
 
 def rows() -> Iterator[Row]:

@@ -6,7 +6,6 @@ are assumptions read off public figures and one H200; a calibrated surface repla
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +17,19 @@ from rollplex.passes.lengths import Decode, Lengths
 from rollplex.passes.work import trains_vision
 
 COMPUTE_EFFICIENCY = 0.45
-"""Share of the dense peak that prefill and training reach."""
+"""Share of the dense peak that GEMMs of prefill and training reach; TP's collectives are counted beside them."""
 BANDWIDTH_EFFICIENCY = 0.75
+"""Share of the HBM rate that decode's reads of weights and KV reach."""
 NVLINK_SHARE = 0.4
+"""Share of the two-way NVLink figure that a ring of all GPUs of a node carries one way: half of it, less protocol."""
 DECODE_LAYER_OVERHEAD_S = 60e-6
 """Launches and latencies of one layer of one decode step (4.3 ms a step for 36 layers at batch 4 on an H200)."""
-ALL_REDUCE_S = 8e-6
+RING_HOP_S = 5e-6
+"""One hop of an all-reduce of one decode step's activations, 2 (tp - 1) of them each. Chosen so that rollout at TP 8 is
+slower than at TP 4 by about what paper section 4.5 measured (1.17 to 1.31 times); weights and KV alone make it faster.
+"""
+EAGER_LAYER_S = 5e-4
+"""Least time of one layer's forward in an eager trainer: some 50 launches of 10 us, a floor under short prompts."""
 INTERFERENCE_SHARE = 0.021
 """Decode slowdown under MPS default, as a share of decode (paper section 4.6, PerceptionTest)."""
 STEP_BINS = 32
@@ -67,13 +73,33 @@ class Costs:
 
     def prefix_s(self, work: Work, prompts: int) -> float:
         """Vision tower and prefill of `prompts` prompts on one rank of the group."""
-        language = forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / ways(work)
-        return prompts * (language + vision_flops(work.spec, work.patches)) / self.flops_per_s
+        return prompts * (self._prompt_s(work) + self._tower_s(work))
+
+    def _prompt_s(self, work: Work) -> float:
+        """Prefill of one prompt."""
+        return self._forward_s(work, self.prompt_tokens, self.prompt_tokens / 2)
+
+    def _tower_s(self, work: Work) -> float:
+        """The vision tower on one prompt, of which every rank of the group has a replica."""
+        patches = work.patches * self.prompt_tokens // self.job.workload.prompt_tokens
+        blocks = work.spec.vision.depth if work.spec.vision else 0
+        return max(vision_flops(work.spec, patches) / self.flops_per_s, blocks * EAGER_LAYER_S)
+
+    def _forward_s(self, work: Work, tokens: float, context: float) -> float:
+        """One forward of the language model: its GEMMs, and two all-reduces a layer (or their halves, gathered)."""
+        compute = forward_flops(work.spec, tokens, context) / work.tp / self.flops_per_s
+        reduce = 2 * work.spec.layers * self.all_reduce_s(tokens * work.spec.hidden * work.itemsize, work.tp)
+        # Stages and context ranks share both, and the launches.
+        return max(compute + reduce, work.spec.layers * EAGER_LAYER_S) * work.tp / ways(work)
+
+    def all_reduce_s(self, nbytes: float, tp: int) -> float:
+        """A ring over the ranks of a tensor-parallel group: 2 (tp - 1) hops, each with a tp-th of the bytes."""
+        return 2 * (tp - 1) * RING_HOP_S + self.exchange_s(2 * (tp - 1) / tp * nbytes)
 
     def suffix_s(self, work: Work, prompts: int) -> float:
         """One forward over all responses of `prompts` prompts."""
-        context = work.prompt_tokens + work.response_tokens / 2
-        return prompts * forward_flops(work.spec, self._mean_tokens(work), context) / ways(work) / self.flops_per_s
+        lengths = Lengths.of(self.job)
+        return prompts * self._forward_s(work, work.responses * lengths.mean, self.prompt_tokens + lengths.mean / 2)
 
     def whole_s(self, work: Work, prompts: int) -> float:
         """One forward over all responses of `prompts` prompts, each with its own prompt before it."""
@@ -88,17 +114,13 @@ class Costs:
         if whole:
             return self.whole_s(work, prompts) * (4 if work.recompute else 3)
         suffix = self.suffix_s(work, prompts) * (4 if work.recompute else 3)
-        language = prompts * forward_flops(work.spec, work.prompt_tokens, work.prompt_tokens / 2) / ways(work)
-        prefix = (3 if work.recompute else 2) * language / self.flops_per_s
-        tower = prompts * vision_flops(work.spec, work.patches) * (3 if work.vision_grad else 0) / self.flops_per_s
-        return suffix + prefix + tower
+        prefix = self._prompt_s(work) * (3 if work.recompute else 2)
+        tower = self._tower_s(work) * (3 if work.vision_grad else 0)
+        return suffix + prompts * (prefix + tower)
 
     def adam_s(self, parameters: int) -> float:
         """Adam on resident state: read and write master, moments, gradient and snapshot once."""
         return parameters * 30 / self.hbm_bytes_per_s
-
-    def _mean_tokens(self, work: Work) -> float:
-        return work.responses * Lengths.of(self.job).mean
 
     def decode_s(self, weight_bytes: float, tp: int, prompts: int) -> float:
         """Standalone decode of one engine's `prompts`, the live batch shrinking, and what a cut tail prefills again."""
@@ -124,10 +146,10 @@ class Costs:
         return self.job.workload.prompt_median or self.job.workload.prompt_tokens
 
     def _decode_step_s(self, weight_bytes: float, tp: int, live: Iterable[tuple[float, float]]) -> float:
-        spec = self.job.spec
-        tokens = sum(responses * (self.prompt_tokens + own) for responses, own in live)
-        kv = tokens * spec.kv_bytes_per_token(tp, self.job.itemsize)
-        reduce = 2 * spec.layers * ALL_REDUCE_S * math.log2(tp) if tp > 1 else 0.0
+        spec, each = self.job.spec, list(live)
+        kv = sum(n * (self.prompt_tokens + own) for n, own in each) * spec.kv_bytes_per_token(tp, self.job.itemsize)
+        hidden = sum(n for n, _ in each) * spec.hidden * self.job.itemsize
+        reduce = 2 * spec.layers * self.all_reduce_s(hidden, tp)
         return (weight_bytes + kv) / self.hbm_bytes_per_s + spec.layers * DECODE_LAYER_OVERHEAD_S + reduce
 
 
