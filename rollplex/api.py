@@ -9,6 +9,7 @@ torch and OR-Tools are imported by the functions that need them, so that the oth
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rollplex.ir.stopwatch import stage
 
 if TYPE_CHECKING:
     from rollplex.ir.dsl import Algorithm
+    from rollplex.ir.explanation import Explanation
     from rollplex.ir.job_auto import JobSet
     from rollplex.passes.base import Pass
     from rollplex.passes.pipeline import OnPass, PassReport
@@ -181,6 +183,18 @@ def violations(plan: Plan) -> tuple[Problem, ...]:
     except PlanError as refused:
         return refused.problems
     return ()
+
+
+def explain(plan: Plan, name: str) -> Explanation:
+    """Why an object is where it is, from the plan alone; PlanError names the nearest objects for an unknown name."""
+    from rollplex.passes.explaining import explain_object
+
+    known = {o.name: o for o in plan.summary.objects} | {o.title: o for o in plan.summary.objects}
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        near = list(dict.fromkeys(known[n].name for n in close)) or [o.name for o in plan.summary.objects]
+        raise PlanError(f"no object `{name}`", where=plan.algorithm, hint=" or ".join(near))
+    return explain_object(plan, known[name].name)
 
 
 def rule_count() -> int:

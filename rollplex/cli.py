@@ -103,6 +103,22 @@ def show(plan: PlanFile, html: Html = None) -> None:
 
 
 @app.command()
+def explain(
+    plan: PlanFile,
+    object_: Annotated[str | None, typer.Argument(metavar="[OBJECT]", help="its name or title")] = None,
+    peak: Annotated[bool, typer.Option("--peak", help="what makes the peak")] = False,
+) -> None:
+    """Tell why an object is where it is and what another place would cost; or, with --peak, what makes the peak."""
+    from rollplex.show.explained import explained_lines, peak_lines
+
+    loaded = api.load_plan(plan)
+    if object_ is None or peak:
+        terminal.show(peak_lines(loaded))
+    if object_ is not None:
+        terminal.show(explained_lines(api.explain(loaded, object_), loaded))
+
+
+@app.command()
 def diff(old: PlanFile, new: PlanFile) -> None:
     """Tell what differs between two plans, nothing of what is equal; exit status 0 when nothing does, 1 otherwise."""
     from rollplex.show.difference import difference_lines

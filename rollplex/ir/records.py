@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from rollplex.ir import graph as g
-from rollplex.ir.errors import PlanError
+from rollplex.ir.errors import Loc, PlanError
 from rollplex.ir.ops import OPS
 from rollplex.ir.params import plain
 from rollplex.ir.plan import NodeRecord, references
@@ -42,6 +42,33 @@ def to_record(node: Node, phase: str = "") -> NodeRecord:
         loc=str(g.loc(node)),
         phase=phase,
     )
+
+
+def to_graph(records: Sequence[NodeRecord]) -> Graph:
+    """The graph behind records, as far as passes after the split need it: calls, what they read, where they come from.
+
+    Raises PlanError for an op that is in no table.
+    """
+    graph, env = Graph(), dict[str, Any]()
+    for record in records:
+        args, kwargs = decode(record.args, env), {k: decode(v, env) for k, v in record.kwargs.items()}
+        node = _node(graph, record, args, kwargs)
+        file, _, line = record.loc.rpartition(":")
+        node.meta["loc"] = Loc(file, int(line)) if line.isdecimal() else Loc(record.loc, 0)
+        env[record.name] = node
+    return graph
+
+
+def _node(graph: Graph, record: NodeRecord, args: tuple, kwargs: dict[str, Any]) -> Node:
+    space, _, name = record.op.partition(".")
+    if record.op == "input":
+        return graph.create_node("placeholder", record.name, name=record.name)
+    if space == "Tensor" and record.op in TORCH_OPS:
+        return graph.create_node("call_method", name, args, kwargs, name=record.name)
+    row = OPS[record.op].fn if record.op in OPS else TORCH_OPS[record.op].run if record.op in TORCH_OPS else None
+    if row is None:
+        raise PlanError(f"no op `{record.op}`", where=record.loc, hint="compile the plan again")
+    return graph.create_node("call_function", row, args, kwargs, name=record.name)
 
 
 def encode(value: Any) -> Any:
