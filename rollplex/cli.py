@@ -82,13 +82,13 @@ def compile_(
     if plan is None:
         raise typer.Exit
     if output:
-        _write(output, plan.to_json())
+        terminal.write(output, plan.to_json())
     if html:
-        _write_html(html, plan, job.name)
+        terminal.write_html(html, plan, job.name)
     if as_json:
         sys.stdout.write(plan.to_json())
     else:
-        _page(plan, job.name, whole=plan_only or not (output or html))
+        terminal.page(plan, job.name, whole=plan_only or not (output or html))
     raise typer.Exit(0 if plan.feasible else 1)
 
 
@@ -97,8 +97,8 @@ def show(plan: PlanFile, html: Html = None) -> None:
     """Print the page of a plan file, or write it for a browser; the figures are the file's, nothing is compiled."""
     loaded = api.load_plan(plan)
     if html:
-        _write_html(html, loaded, "")
-    _page(loaded, "", whole=not html)
+        terminal.write_html(html, loaded, "")
+    terminal.page(loaded, "", whole=not html)
     raise typer.Exit(0 if loaded.feasible else 1)
 
 
@@ -161,7 +161,7 @@ def run(
     compiled = _program(program, job, _overrides(overrides, set_))
     plan = compiled.plan if steps is None else api.with_steps(compiled.plan, steps)
     if not plan.feasible:
-        _page(plan, job.name if job else "", whole=False)
+        terminal.page(plan, job.name if job else "", whole=False)
         raise typer.Exit(1)
     bound = compiled.algorithm.fn.__globals__ if compiled.algorithm else {}
     functions = hosts.find(plan, bound, host or ())
@@ -309,25 +309,6 @@ def _free_directory(program: str) -> Path:
     """runs/grpo_video-1, or the next number that is free."""
     stem = Path(program.partition(".py:")[0]).stem
     return next(path for n in range(1, 10**6) if not (path := Path("runs") / f"{stem}-{n}").exists())
-
-
-def _page(plan: Plan, job_name: str, whole: bool) -> None:
-    from rollplex.show.page import plan_head, plan_page
-
-    terminal.show(plan_page(plan, job_name) if whole else plan_head(plan, job_name))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot write the plan: {error.strerror}", where=path, hint="name another file") from None
-
-
-def _write_html(path: Path, plan: Plan, job_name: str) -> None:
-    from rollplex.show.html.page import html_page
-
-    _write(path, html_page(plan, job_name))
 
 
 def _status(error: RollplexError) -> int:

@@ -1,4 +1,4 @@
-"""The terminal: lines in colour only where it has any, errors with what to try, and progress on stderr.
+"""The terminal: lines in colour only where it has any, errors with what to try, progress on stderr, plans as pages.
 
 error: job.yaml:14: unknown key `tensor_paralel`
   try: tensor_parallel
@@ -11,11 +11,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from rollplex.ir.errors import RollplexError
+from rollplex.ir.errors import RollplexError, RunError
+from rollplex.ir.plan import Plan
 
 BUG = 70  # EX_SOFTWARE of sysexits.h
 
@@ -62,3 +64,25 @@ def confess(error: BaseException) -> int:
 def leave_pipe() -> None:
     """The reader of our output went away (`| head`): what is still buffered goes nowhere, without a complaint."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def page(plan: Plan, job_name: str, whole: bool) -> None:
+    """The page of a plan, or its head alone."""
+    from rollplex.show.page import plan_head, plan_page
+
+    show(plan_page(plan, job_name) if whole else plan_head(plan, job_name))
+
+
+def write(path: Path, text: str) -> None:
+    """A file of text; RunError when it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write the plan: {error.strerror}", where=path, hint="name another file") from None
+
+
+def write_html(path: Path, plan: Plan, job_name: str) -> None:
+    """The page of a plan for a browser."""
+    from rollplex.show.html.page import html_page
+
+    write(path, html_page(plan, job_name))
