@@ -78,6 +78,9 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("H800", 80, 3.35, 989, 400, 128, 132, 79.1, "usable size from H100, the same memory"),
     Gpu("H200", 141, 4.8, 989, 900, 128, 132, 139.8),
     Gpu("H20", 96, 4.0, 148, 900, 128, 78),
+    # Smaller cards of public reports; over PCIe, which is what stands under NVLink for a card that has none.
+    Gpu("A10", 24, 0.6, 125, 64, 64, 72, 21.99, "no NVLink"),
+    Gpu("A6000", 48, 0.768, 154.8, 112.5, 64, 84, None, "NVLink bridge of two cards"),
     Gpu("B200", 180, 8.0, 2250, 1800, 128, 148, None, "host link of the HGX board; not in the vendor table"),
     # The host backend: a plan for CPU processes. Its capacity is whatever the job says; the rates only scale estimates.
     Gpu("cpu", 0, 0.02, 0.1, 10, 20, 1, None, "host backend; rates are rough", 4096, capacity_from_job=True),

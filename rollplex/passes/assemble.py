@@ -171,7 +171,7 @@ def summarise(module: Module) -> Summary:
         solvers=(*layout.solvers, *residency.solvers, *chunks.solvers, *module[HostOffsets].solvers),
         degrees=module[Degrees].chosen,
         runners_up=module[Degrees].others,
-        warnings=tuple(warnings(module)),
+        warnings=(*warnings(module), *tight(job, peak)),
     )
 
 
@@ -236,6 +236,21 @@ def _window(name: str, phase: Phase, seconds: float, pools: list[list[PlannedObj
         host_bytes=max(host_bytes(mine, name) for mine in pools),
         by_object={o.name: o.bytes for mine in pools for o in mine if o.residency[name] == "hbm"},
     )
+
+
+RESERVE = 0.03
+"""Share of a GPU that torch's caching allocator may lose to fragmentation, where no arena holds what is allocated."""
+
+
+def tight(job: Job, fullest: WindowSummary) -> list[str]:
+    """A trainer that allocates as it goes needs more than the sum of what it holds."""
+    left = job.capacity_bytes - fullest.hbm_bytes
+    if not job.whole_sequences(job.policy) or not 0 <= left < RESERVE * job.capacity_bytes:
+        return []
+    return [
+        f"{pretty(left)} of {pretty(job.capacity_bytes)} are left in {fullest.name}: fragmentation of the trainer's "
+        "allocator is not counted"
+    ]
 
 
 def warnings(module: Module) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from rollplex.ir.plan import Residency
 from rollplex.passes.inventory_rows import Rows
+from rollplex.passes.schedule import Kind
 from rollplex.passes.state import StateObject
 from rollplex.passes.work import (
     communicators,
@@ -80,7 +81,9 @@ class WeightRows(Rows):
             return
         for name, nbytes in (("weights", rollout_shard), ("vision", vision)):
             sent = name == "weights" or trains_vision(job, role)
-            writes = self.role_windows(role, "update", "publish") if sent else ()
+            # A sleeping engine wakes when the update has given back its room; any other lies there anyway.
+            written: tuple[Kind, ...] = ("publish",) if self._sleeps else ("update", "publish")
+            writes = self.role_windows(role, *written) if sent else ()
             yield StateObject(
                 f"rollout.{name}", f"rollout {dtype} weights" if name == "weights" else "rollout vision tower",
                 "regenerable", role, nbytes,
@@ -104,8 +107,11 @@ class WeightRows(Rows):
 
     def _asleep(self) -> _Places:
         """A rollout engine beside a trainer that shares nothing sleeps while that works (vLLM's level 1)."""
-        sleeps = self.job.whole_sequences(self.job.policy) and not (self.apart or self.off("rollout_release"))
-        return {"always": not sleeps, "options": frozenset({"host"} if sleeps else ())}
+        return {"always": not self._sleeps, "options": frozenset({"host"} if self._sleeps else ())}
+
+    @property
+    def _sleeps(self) -> bool:
+        return self.job.whole_sequences(self.job.policy) and not (self.apart or self.off("rollout_release"))
 
     def _why_second(self) -> str:
         if self.apart:

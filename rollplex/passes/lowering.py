@@ -77,8 +77,8 @@ class Context:
 
     @property
     def updating(self) -> str:
-        """The first window of phase P3."""
-        return next(w.name for w in self.schedule.windows if w.phase == "P3")
+        """Where a sleeping rollout engine wakes: its weights are written when the policy is published."""
+        return next(w.name for w in self.schedule.windows if w.kind == "publish" and w.role == self.policy)
 
     @property
     def woken(self) -> tuple[Step, ...]:

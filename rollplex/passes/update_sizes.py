@@ -7,6 +7,8 @@ from rollplex.ir.job import Job
 
 ADAM_TEMPORARIES = 2
 """Elements that torch's Adam allocates for each it updates: numerator and denominator of the step."""
+FOREACH_TEMPORARIES = 1
+"""The same for its foreach implementation, the default on GPUs, over all parameters at once: the root of v alone."""
 MIN_CHUNKS = 64
 """Unless the job states a number, residency reserves an optimizer workspace this fine; chunk-sizes enlarges it."""
 
@@ -37,7 +39,7 @@ def resident_bytes(job: Job, role: str, parameters: int) -> int:
     """What torch's Adam allocates over a whole resident state; nothing where the update is streamed in chunks."""
     if not job.whole_sequences(role):
         return 0
-    return pages(ADAM_TEMPORARIES * parameters * state_itemsize(job), job.device.page_bytes)
+    return pages(FOREACH_TEMPORARIES * parameters * state_itemsize(job), job.device.page_bytes)
 
 
 def reserved_elements(job: Job, parameters: int, held: int | None = None) -> int:

@@ -47,7 +47,48 @@ class Case:
         return self.observed == "failed" and self.verdict == "fits" and not self.ours_now
 
 
+def gib(*names: str) -> Callable[[Plan], float]:
+    """GiB of some objects together, on one GPU."""
+    return lambda plan: sum(plan.object(name).bytes for name in names) / 2**30
+
+
+def states(*roles: str, tower: str = "") -> Callable[[Plan], float]:
+    """GiB of weights, gradients and moments of some roles, and of a tower's weights."""
+    names = [f"{role}.{part}" for role in roles for part in ("snapshot", "gradients", "moments")]
+    return gib(*names, *([tower] if tower else []))
+
+
 CASES: tuple[Case, ...] = (
+    Case(
+        1, "01_ppo_critic_a10", "failed", "infeasible", algorithm="ppo",
+        figures=(Figure("16 bytes a parameter of two models over 4 GPUs", states("actor", "critic"), 23.94, 0.01),),
+    ),
+    Case(
+        2, "02_states_no_offload", "failed", "infeasible", says=("actor FP32 Adam moments 13.99",),
+        figures=(Figure("16 bytes a parameter over 2 GPUs", states("actor", tower="actor.vision"), 27.97, 0.01),),
+    ),
+    Case(
+        4, "04_microbatch_too_large", "failed", "warned",
+        says=("are left in P2 train-actor: fragmentation of the trainer's allocator is not counted",),
+    ),
+    Case(9, "09_vlm_r1_32b_h800x64", "worked", "fits"),
+    Case(
+        10, "10_qwq_32b_h20x8", "failed", "infeasible", says=("rollout BF16 weights", "in P1 decode"),
+        figures=(
+            Figure("16 bytes a parameter over 8 GPUs", states("actor"), 61.0, 0.01),
+            Figure("a whole copy on every GPU", gib("rollout.weights"), 61.0, 0.01),
+        ),
+    ),
+    Case(10, "10_contradictory_knobs", "failed", "refused", says=("engine fsdp has no tensor_parallel",)),
+    Case(
+        16, "16_asleep_tp1", "worked", "fits",
+        figures=(Figure("MiB of an engine that sleeps", lambda p: 1024 * gib("rollout.context")(p), 774, 0.01),),
+    ),
+    Case(
+        16, "16_asleep_tp2", "worked", "fits",
+        figures=(Figure("MiB, with NCCL's least", lambda p: 1024 * gib("rollout.context")(p), 774 + 840, 0.01),),
+    ),
+    Case(20, "20_logits_of_one_trajectory", "failed", "infeasible", says=("training activations",)),
     Case(
         26, "26_heads_not_divided", "failed", "refused",
         says=("does not divide the 28 attention heads", "by heads alone 1, 2, 4, 7, 14, 28 would do"),
@@ -61,4 +102,7 @@ CASES: tuple[Case, ...] = (
         ours_now="equal degrees were all that the transfer knew; q = 2 is legal here",
     ),
     Case(0, "works_megatron_32b_h20", "worked", "fits"),
+    Case(0, "works_fsdp_7b_h800x2", "worked", "fits"),
+    Case(0, "works_fsdp_72b_h20x32", "worked", "fits"),
+    Case(0, "works_fsdp_72b_h800x32", "worked", "fits"),
 )  # fmt: skip

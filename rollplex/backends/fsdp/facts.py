@@ -21,7 +21,6 @@ from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
 
 NORM_COPIES = 8  # bytes of h a token beyond a fused norm's: FP32 input and normalised value of two norms
-LOGITS_FORWARD, LOGITS_BACKWARD = 2 + 4 + 4, 4 + 2
 BUCKET_ELEMENTS = 5 * 10**8
 """DeepSpeed's default reduce_bucket_size: gradients in flight where weights are whole."""
 
@@ -45,13 +44,23 @@ def root_parameters(spec: ModelSpec) -> int:
     return sum(t.numel for t in spec.tensors() if t.part == "language" and t.layer is None)
 
 
-def gathered_bytes(work: Work, backward: bool) -> int:
-    """The root unit, the running layer and the one that is prefetched; whole gradients of root and layer."""
+def gathered_bytes(work: Work) -> int:
+    """The root unit, the running layer and the one that is prefetched."""
+    return (root_parameters(work.spec) + 2 * layer_parameters(work.spec)) * work.itemsize if work.zero == 3 else 0
+
+
+def backward_peak_bytes(work: Work, kept: int, head: int, layer: int) -> int:
+    """The fullest instant of backward: at the logits, in a layer, or when the root's gradient is reduced.
+
+    A unit's gradient is whole as it was computed, and once more cast to FP32 while it is reduced; then it is cut. The
+    head's comes first and waits for the embedding's, the last, when nothing is kept of the layers any more.
+    """
     if work.zero < 3:
-        return BUCKET_ELEMENTS * work.itemsize if work.zero and backward else 0
-    root, layer = root_parameters(work.spec), layer_parameters(work.spec)
-    gradients = (root + layer) * (work.itemsize + 4) if backward else 0  # as computed, and cast to be reduced in FP32
-    return (root + 2 * layer) * work.itemsize + gradients
+        return kept + max(head, layer) + (BUCKET_ELEMENTS * work.itemsize if work.zero else 0)
+    reduced = work.itemsize + 4
+    waits = work.spec.outputs * work.spec.hidden * work.itemsize
+    begin, middle = kept + head + waits, kept + layer + waits + layer_parameters(work.spec) * reduced
+    return max(begin, middle, root_parameters(work.spec) * reduced) + gathered_bytes(work)
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,9 @@ class FsdpFacts:
     split_views: frozenset[str] = frozenset()
     fuses: frozenset[str] = frozenset()
     reindexes: frozenset[str] = frozenset()
+    logits_forward: int = 2 + 4 + 4
+    """Bytes of a logit and of the copies made of it until there is a log-probability."""
+    logits_backward: int = 4 + 2
 
     def profile_bytes(self, serving: Serving) -> int:
         """No profile run: its memory is a setting of the job."""
@@ -90,17 +102,18 @@ class FsdpFacts:
         tokens, context = self._tokens(work), work.response_tokens
         layer = a.layer_forward_bytes(work, context) + NORM_COPIES * work.spec.hidden
         tower = work.responses * a.vision_forward_bytes(work)
-        head = LOGITS_FORWARD * work.spec.outputs + 2 * work.spec.hidden * work.itemsize
-        return max(tokens * max(layer, head), tower) + gathered_bytes(work, backward=False)
+        head = self.logits_forward * work.spec.outputs + 2 * work.spec.hidden * work.itemsize
+        return max(tokens * max(layer, head), tower) + gathered_bytes(work)
 
     def train_activation_bytes(self, work: Work) -> int:
         """Everything kept of a microbatch, and the logits or one layer's backward, with the gathered units."""
         tokens, context = self._tokens(work), work.response_tokens
         layer = a.layer_input_bytes(work) if work.recompute else layer_bytes(work, context)
         again = layer_bytes(work, context) if work.recompute else 2 * a.scores_bytes(work, context)
-        head = (LOGITS_FORWARD + LOGITS_BACKWARD) * work.spec.outputs + 4 * work.spec.hidden * work.itemsize
-        kept, running = tokens * work.layers * layer, tokens * max(head, again)
-        return kept + self._tower(work) + running + gathered_bytes(work, backward=True)
+        head = (self.logits_forward + self.logits_backward) * work.spec.outputs + 4 * work.spec.hidden * work.itemsize
+        return self._tower(work) + backward_peak_bytes(
+            work, tokens * work.layers * layer, tokens * head, tokens * again
+        )
 
     def _tower(self, work: Work) -> int:
         """The towers of all sequences: a frozen one's forward, a trained one's state."""
