@@ -164,7 +164,7 @@ def test_print_after_shows_the_module(rollplex: Rollplex) -> None:
     assert "actor.suffix(" in result.out
     beside = rollplex("compile", GRPO, "--job", JOB, "--print-after", "layout", "--json")
     assert json.loads(beside.out)
-    assert "case 3 7.2 %" in beside.err
+    assert "stock order, q = 2" in beside.err
 
 
 def test_print_after_all_is_after_each(rollplex: Rollplex) -> None:
