@@ -63,6 +63,16 @@ def test_the_head_alone_says_why() -> None:
     assert "state contract" not in head
 
 
+def test_overrides_are_never_cut() -> None:
+    """Short ones stand beside their figures, long ones above them; every one can be pasted as it is printed."""
+    for change in ("schedule=serial", "workload.prompts=42 roles.actor.rollout.kv_cache_gib=33.16"):
+        remedy = Remedy(change=change, frees_bytes=14 * GIB, costs_s=-35.8, costs_share=0.116)
+        plan = pageplan.plan(pageplan.summary(capacity=7 * GIB), OVER.model_copy(update={"remedies": (remedy,)}))
+        head = [t.plain for t in plan_head(plan)]
+        assert set(change.split()) <= {word for text in head for word in text.split()}
+        assert any("step -35.8 s" in text and "a prompt +11.6 %" in text for text in head)
+
+
 def test_cells_say_where_and_what_for() -> None:
     """hbm, host, drop or nothing; * where an object is used, + where it is made, a when it is attached."""
     objects = (*OBJECTS, planned("saved", 1, "hd-s", "3", WINDOWS[0]))

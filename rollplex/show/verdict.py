@@ -55,13 +55,15 @@ def _remedies(found: Infeasible, width: int) -> list[Text]:
         return labelled("would fit", "with no change that was found: one key, or two, of what this job states", width)
     figures = table([_figures(r) for r in found.remedies], right=(0, 1, 2), gap=3)
     room = width - LABEL - 6 - max(map(len, figures))
-    changes = min(max(len(r.change) for r in found.remedies), room)
+    parts = [part for r in found.remedies for part in r.change.split()]
+    beside = max(map(len, parts)) <= room  # else the figures stand below: an override that is cut cannot be pasted
+    changes = min(max(len(r.change) for r in found.remedies), room if beside else width - LABEL - 3)
     lines: list[Text] = []
     for i, (remedy, text) in enumerate(zip(found.remedies, figures, strict=True), 1):
         first, *more = joined(remedy.change.split(), changes, " ")
-        label = "" if lines else "would fit"
-        lines += [_under(label, f"{i}  {first:<{changes}}   {text}", width)]
-        lines += [_under("", f"   {rest}", width) for rest in more]
+        rest = [f"   {part}" for part in (more if beside else [*more, f"   {text}"])]
+        head = f"{i}  {first:<{changes}}   {text}" if beside else f"{i}  {first}"
+        lines += [_under("" if lines else "would fit", head, width), *(_under("", part, width) for part in rest)]
     return lines
 
 
