@@ -14,7 +14,7 @@
          reference 8 ======= freed                         || reference 8 ======= freed
          boundary of the reference 4 ==================================== freed
                                boundary of the actor 4 ============================ freed
-                                                                                  activations 10, gradients 40
+                                                                                  activations 10, gradients 348
                                                                                                   || workspace 128
 
 `x!` is a signal, `x?` a wait, `||` a barrier of all three. The trainer also waits for `freed` behind rollout-complete:
@@ -54,7 +54,7 @@ from rollplex.ir.steps import (
 )
 
 GROUPS = (0, 1)
-CHUNKS = ((0, 4), (4, 8), (8, 10))
+CHUNKS = ((0, 32), (32, 64), (64, 87))
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Hand:
 
     def train(self) -> list[Step]:
         w, gradients = self.w["train"], "actor.gradients"
-        reduce = Exchange(window=w, group="dp", op="all_reduce", object=gradients, nbytes=40)
+        reduce = Exchange(window=w, group="dp", op="all_reduce", object=gradients, nbytes=348)
         return [
             Wait(window=w, event="score"),
             Map(window=w, object="train.activations"),

@@ -67,9 +67,9 @@ actor.boundary      boundary        4 -     -HHHH-- -u--u-- ---HH-- ---uu-- ---H
 actor.prefix_saved  phase-local     6 -     -hhhh-- -u--u-- ---dd-- ---uu-- ---dd-- ---uu-- slots attached recomputable
 reference.workspace phase-local     3 -     ---H--- ---u--- --H---- --u---- --H---- --u----
 train.activations   phase-local    10 -     ----H-- ----u-- ----H-- ----u-- ----H-- ----u--
-actor.gradients     phase-local    40 -     ----Hh- ----uu- ----Hh- ----uu- ----HH- ----uu-
-actor.master        permanent      40 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
-actor.moments       permanent      80 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
+actor.gradients     phase-local   348 -     ----Hh- ----uu- ----Hh- ----uu- ----HH- ----uu-
+actor.master        permanent     348 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
+actor.moments       permanent     696 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
 optimizer.workspace phase-local   128 -     -----H- -----u- -----H- -----u- . .
 rollout.carried     permanent       4 host  hhhhhhh u------ . .             . .             partial
 """
@@ -179,10 +179,10 @@ def summary(variant: Variant) -> Summary:
         host_pool=host_pool(variant),
         chunks=ChunkSummary(
             optimizer=OptimizerChunks(
-                count=3, elements=4, bytes=64, workspace_bytes=0 if COLUMN[variant] == 8 else 128
+                count=3, elements=32, bytes=512, workspace_bytes=0 if COLUMN[variant] == 8 else 128
             ),
             microbatch=Microbatches(
-                prefix_prompts=1, suffix_responses=2,
+                prefix_prompts=1, suffix_responses=1,
                 workspace_bytes={"reference.workspace": 3, "train.activations": 10},
             ),
         ),

@@ -17,6 +17,9 @@ from rollplex.ir.engines import engine
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.planned_job import job_of
+from rollplex.ir.shards import owned_parameters, rank_parameters
+from rollplex.ir.spec import Part
+from rollplex.ir.steps import UpdateChunk
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
@@ -66,10 +69,21 @@ def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
             more = f" of {sampled}" if sampled != taken else ""
             what = f"{o.name} has {o.slots} groups, a rank of {role} works on {taken}{more} prompts"
             yield Violation("asked", what, object=o.name, where=o.name)
+    for case, told in facts.plan.summary.layout.cases.items():
+        if told.bytes != told.params * job.itemsize:
+            what = f"case {case}: {told.params:,} parameters of {job.model.dtype} have {told.bytes:,} bytes"
+            yield Violation("asked", what, nbytes=told.bytes, where="layout")
     held = {n for _, s in facts.runs("generate") for n in s.writes}
     for nbytes in (job.kv_cache_bytes, job.runtime_bytes):
         if nbytes and not any(0 <= facts.objects[n].bytes - nbytes < LARGEST_PAGE for n in held):
             yield Violation("asked", f"nothing that decode writes has the job's {nbytes:,} bytes", nbytes=nbytes)
+    for role in (r for r in facts.trained if r in job.roles):
+        parts: tuple[Part, ...] = tuple(p for p in ("language", "vision") if p not in job.roles[role].freeze)
+        held = owned_parameters if job.cuts_optimizer(role) else rank_parameters
+        total = held(job.spec_of(role), job.degrees(role), *parts)
+        last = max(at.step.stop for at in facts.steps() if isinstance(at.step, UpdateChunk) and at.step.role == role)
+        if last != total:
+            yield Violation("chunk-cover", f"{last:,} elements are updated, a rank has {total:,}", where=role)
     count, asked = facts.plan.summary.chunks.optimizer.count, job.optimizer.chunks
     if asked not in ("auto", count):
         yield Violation("asked", f"{count} chunks, the job has {asked}", where="chunks")
@@ -78,8 +92,11 @@ def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
 def roles(facts: Facts, job: Job) -> Iterator[Violation]:
     """Objects and calls belong to roles of the job; responses are as many as it samples."""
     for o in facts.objects.values():
-        if o.role and o.role not in job.roles:
-            yield Violation("asked", f"{o.name} belongs to {o.role}, which the job does not have", object=o.name)
+        own = not o.role and o.class_ in ("permanent", "phase-local")  # of the process itself
+        if o.role not in job.roles and not own:
+            yield Violation(
+                "asked", f"{o.name} belongs to {o.role or 'no role'}, which the job does not have", object=o.name
+            )
     for record in facts.plan.graph:
         if is_call(record) and record.op != "rx.host" and record.args[0] not in job.roles:
             yield Violation("asked", f"it calls {record.args[0]}, which is no role of the job", where=f"%{record.name}")

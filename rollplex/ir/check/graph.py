@@ -37,8 +37,22 @@ def updates(facts: Facts) -> dict[str, NodeRecord]:
     return {str(r.args[0]): r for r in facts.plan.graph if r.op == "rx.update" and is_call(r)}
 
 
+ARGUMENTS = {
+    "rx.generate": 2,
+    "rx.prefix": 2,
+    "rx.suffix": 3,
+    "rx.logprobs": 3,
+    "rx.values": 3,
+    "rx.score": 3,
+    "rx.update": 2,
+}
+
+
 def records(facts: Facts) -> Iterator[Violation]:
-    """Every record has a name of its own and reads records before it (design.md section 3)."""
+    """Every record has a name of its own, and reads records before it; calls take what they take (design section 3)."""
+    for r in facts.plan.graph:
+        if is_call(r) and len(r.args) != ARGUMENTS.get(r.op, len(r.args)):
+            yield Violation("graph", f"{r.op} takes {ARGUMENTS[r.op]} arguments, not {len(r.args)}", where=f"%{r.name}")
     for name, count in Counter(r.name for r in facts.plan.graph).items():
         if count > 1:
             yield Violation("graph", f"{count} records are named %{name}", where=name)
@@ -48,6 +62,25 @@ def records(facts: Facts) -> Iterator[Violation]:
             if name not in seen:
                 yield Violation("graph", f"it reads %{name}, which comes later or not at all", where=f"%{record.name}")
         seen.add(record.name)
+
+
+def arguments(facts: Facts) -> Iterator[Violation]:
+    """A suffix goes on from a prefix of its role and takes responses; prompts are the step's, or a host function's."""
+    graph = {r.name: r for r in facts.plan.graph}
+    for r in facts.plan.graph:
+        if not is_call(r):
+            continue
+        values = [graph.get(n) for n in references(r.args)]
+        first = values[0] if values else None
+        if r.op == "rx.suffix" and (first is None or (first.op, first.args[:1]) != ("rx.prefix", r.args[:1])):
+            yield Violation("graph", f"it goes on from no prefix of {r.args[0]}", where=f"%{r.name}")
+        if r.op in ("rx.prefix", "rx.generate") and (first is None or first.op not in ("input", "rx.host")):
+            yield Violation("graph", "its prompts are neither the step's nor a host's", where=f"%{r.name}")
+        if r.op in TAKES_RESPONSES and (values[-1] is None or values[-1].op not in ("rx.generate", "rx.host")):
+            yield Violation("graph", "it takes no responses of this step", where=f"%{r.name}")
+
+
+TAKES_RESPONSES = ("rx.suffix", "rx.logprobs", "rx.values", "rx.score")
 
 
 def phases(facts: Facts) -> Iterator[Violation]:
@@ -90,7 +123,7 @@ def hosts(facts: Facts) -> Iterator[Violation]:
             yield Violation("graph", what, where=f"%{name}")
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (records, phases, trained, hosts)
+CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (records, arguments, phases, trained, hosts)
 
 
 def check_graph(facts: Facts) -> tuple[Violation, ...]:

@@ -82,6 +82,14 @@ def microbatches(facts: Facts) -> Iterator[Violation]:
             yield Violation("chunk-size", what, where="microbatch")
         case _:
             pass
+    solved = {s.objective: s.value for s in facts.plan.summary.solvers}
+    match facts.plan.job:
+        case {"workload": {"group": int(group)}} if planned.suffix_responses > 0:
+            if solved.get("suffix steps a group", group) != group // planned.suffix_responses:
+                what = f"{planned.suffix_responses} responses a suffix step, the solver took another number"
+                yield Violation("chunk-size", what, where="microbatch")
+        case _:
+            pass
     written = {n for _, s in facts.runs("suffix", "whole", "train") for n in s.writes}
     taken = {n for role in facts.trained for n in facts.gradients(role)}
     released = {o.name for o in facts.objects.values() if o.class_ == "phase-local" and o.produced != "start"}

@@ -58,6 +58,8 @@ class Replay:
                 self._check_start(o)
 
     def _check_start(self, o: PlannedObject) -> None:
+        if o.host_backed and o.class_ != "regenerable":
+            self._refuse("start-state", f"{o.name} is {o.class_}: no host copy of it is always valid", None, o)
         if o.class_ == "permanent" and o.start not in ("hbm", "host"):
             self._refuse("start-state", f"{o.name} is permanent and starts {_where(o.start)}", None, o)
         if o.start == "host" and o.class_ not in LASTING:
@@ -204,8 +206,8 @@ class Replay:
         """Adam changes master weights and moments where they are: a host copy from before is stale (section 3.2)."""
         for held in (self._held[n] for n in step.reads if n in self._held):
             if held.o.class_ == "permanent":
-                if held.host and held.o.name not in step.writes:
-                    what = f"it changes {held.o.name}, not among its writes: the host copy would be taken for valid"
+                if held.o.name not in step.writes:
+                    what = f"it changes {held.o.name}, which is not among its writes"
                     self._refuse("chunk-state", what, at, held.o)
                 held.stale(at.index, held.whole)
 

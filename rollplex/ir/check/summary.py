@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollplex.ir.check.capacity import Cuts
-from rollplex.ir.check.facts import Facts, reads, streams, writes
+from rollplex.ir.check.facts import Facts, moved, reads, streams, writes
 from rollplex.ir.check.held import Spans
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.verdict import check_verdict, of_pools
@@ -100,6 +100,15 @@ def residency_table(facts: Facts, places: Places) -> Iterator[Violation]:
                 yield Violation("residency-table", what, object=o.name, where=window)
 
 
+def moves(facts: Facts) -> Iterator[Violation]:
+    """What enters HBM or leaves it does so in a window in which the table has it there."""
+    for at in facts.steps():
+        name = moved(at.step)
+        if name and facts.objects[name].residency.get(at.step.window) not in ("hbm", None):
+            what = f"{name} is planned {facts.objects[name].residency[at.step.window]} in this window"
+            yield Violation("residency-table", what, at, name)
+
+
 def _place(places: Places, o: PlannedObject, window: str) -> str:
     if window in places.hbm.get(o.name, ()):
         return "hbm"
@@ -140,5 +149,6 @@ def check_summary(facts: Facts, places: Places) -> Iterator[Violation]:
     yield from peak(facts)
     yield from pool_peaks(facts, places)
     yield from residency_table(facts, places)
+    yield from moves(facts)
     yield from uses_table(facts)
     yield from check_verdict(facts)

@@ -141,6 +141,9 @@ def chunk_state(u: Update) -> Iterator[Violation]:
         for name in needed:
             if (times := (*chunk.reads, *chunk.streams).count(name)) != 1:
                 yield Violation("chunk-state", f"it lists {name} {times} times", at, name)
+        for o in (u.facts.objects[n] for n in (*chunk.reads, *chunk.streams)):
+            if o.class_ == "permanent" and o.role != u.role:
+                yield Violation("chunk-state", f"{o.name} belongs to {o.role or 'no role'}", at, o.name)
         for name in sorted(written - set(chunk.writes)):
             yield Violation("chunk-state", f"it leaves {name} as it was", at, name)
 
@@ -159,6 +162,9 @@ def gradients(u: Update) -> Iterator[Violation]:
     if norms[0].index > u.chunks[0][0].index:
         yield Violation("gradient-final", f"it comes after {u.chunks[0][0]}", norms[0])
     for name in u.facts.gradients(u.role):
+        if u.facts.objects[name].role != u.role:
+            what = f"{name} belongs to {u.facts.objects[name].role or 'no role'}, and {u.role} is updated by it"
+            yield Violation("gradient-final", what, norms[0], name)
         if name not in norms[0].step.reads:  # type: ignore[union-attr]
             yield Violation("gradient-final", f"it reads no {name}", norms[0], name)
     for at in backward:

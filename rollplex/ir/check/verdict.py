@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
-from rollplex.ir.job import Job
+from rollplex.ir.errors import RollplexError
+from rollplex.ir.job_file import change_job
 from rollplex.ir.plan import Infeasible, WindowSummary
+from rollplex.ir.planned_job import job_of
 
 Over = tuple[str, WindowSummary, int]
 """A resource, a window over its capacity, and the bytes that it lacks."""
@@ -54,8 +56,11 @@ def _explained(facts: Facts, why: Infeasible, right: Over | None) -> Iterator[Vi
     if [n for _, n in listed] != sorted((n for _, n in listed), reverse=True):
         yield Violation("infeasible", "its objects do not come by size", where=why.window)
     for remedy in why.remedies:
-        if not all(change.partition("=")[0].split(".")[0] in Job.model_fields for change in remedy.change.split(" ")):
-            yield Violation("infeasible", f"`{remedy.change}` changes no key of a job", where=why.window)
+        try:
+            change_job(job_of(facts.plan), remedy.change.split(" "))
+        except RollplexError as error:
+            what = f"the job refuses `{remedy.change}`: {error.problems[0].what}"
+            yield Violation("infeasible", what, where=why.window)
 
 
 def _in_fullest(facts: Facts, sizes: dict[str, int]) -> dict[str, int]:

@@ -60,6 +60,10 @@ def slots(facts: Facts) -> Iterator[Violation]:
     for o in facts.objects.values():
         boundary = facts.boundaries.get(o.role)
         whole = () if o in (boundary, facts.saved.get(o.role)) else (1,)
+        if o.slots > 1 and o not in (boundary, facts.saved.get(o.role)):
+            what = f"{o.name} has {o.slots} slots, and no prompt group has one of them"
+            yield Violation("slot", what, object=o.name, where=o.name)
+            continue
         if boundary is not None and o.slots not in (*whole, boundary.slots):
             what = f"{o.name} has {o.slots} slots, {boundary.name} has {boundary.slots}"
             yield Violation("slot", what, object=o.name, where=o.name)
@@ -70,8 +74,15 @@ def attached(facts: Facts) -> Iterator[Violation]:
     for o in facts.objects.values():
         if o.attached and o.class_ not in ("boundary", "phase-local"):
             yield Violation("attached", f"{o.name} is {o.class_} and attached", object=o.name, where=o.name)
+        elif o.attached and o.role not in facts.trained:
+            yield Violation("attached", f"{o.name} is attached, {o.role} is not trained", object=o.name, where=o.name)
         if o.recomputable and o is not facts.saved.get(o.role):
             yield Violation("attached", f"{o.name} is recomputable, and no saved state", object=o.name, where=o.name)
+    made = {n for _, s in facts.runs("prefix") for n in (*s.writes, *s.streams)}
+    for o in facts.objects.values():
+        kept = o.class_ == "phase-local" and o.attached and not o.recomputable
+        if o.name not in made and (kept or o.class_ == "boundary"):
+            yield Violation("attached", f"{o.name} is {o.class_}, and no prefix makes it", object=o.name, where=o.name)
     for o in facts.boundaries.values():
         if o.attached != (o.role in facts.trained):
             says = "attached" if o.attached else "detached"
