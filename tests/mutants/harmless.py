@@ -44,6 +44,7 @@ SETS = r"""programs\..*\.(reads|writes|streams|inputs|carries)\.\*
 summary\.objects\.\*(\.(readers|consumed)\.\*)?
 summary\.(solvers|pools)\.\*
 summary\.layout\.(classes|tensors)\.\*
+summary\.host_pool\.offsets\.\*(\.windows\.\*)?
 summary\.warnings\.\*
 not_executable\.\*
 job\..*"""

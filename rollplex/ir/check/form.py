@@ -40,6 +40,8 @@ def lists(facts: Facts) -> Iterator[Violation]:
     for o in facts.plan.summary.objects:
         yield from _twice(o.readers, f"readers of {o.name}", None)
         yield from _twice(o.consumed, f"consumed of {o.name}", None)
+    for place in facts.plan.summary.host_pool.offsets:
+        yield from _twice(place.windows, f"windows of {place.object} at the host", None)
 
 
 def _twice(names: tuple[str, ...], field: str, at: At | None) -> Iterator[Violation]:
