@@ -85,4 +85,6 @@ def test_a_whole_sleep_and_wake_is_legal_where_the_host_has_room() -> None:
     )
     assert {v.kind for v in check_plan(slept)} == {"host-capacity"}
     backup = objects(plan)[WEIGHTS].bytes
-    assert not check_plan(summarise(slept, host_capacity_bytes=plan.summary.host_capacity_bytes + backup))
+    host, cluster = plan.summary.host_capacity_bytes + backup, plan.job["cluster"]
+    roomy = {**plan.job, "cluster": {**cluster, "host_memory_gb": host * cluster["gpus_per_node"] / 10**9}}
+    assert not check_plan(summarise(slept, host_capacity_bytes=host).model_copy(update={"job": roomy}))

@@ -65,7 +65,7 @@ def test_each_stands_behind_the_pass_it_names(install: Install) -> None:
     """Several behind one by their names, and one behind another that is not ours either."""
     install(a_pass("b"), a_pass("a"), a_pass("c", after="a"), a_pass("z", after="lower"))
     line = names()
-    assert line[line.index("layout") :][:5] == ["layout", "a", "c", "b", "lifetimes"]
+    assert line[line.index("layout") :][:5] == ["layout", "a", "c", "b", "hold-sizes"]
     assert line[-1] == "z"
     row = next(r for r in api.pass_rows() if r.name == "a")
     assert (row.makes, row.does, row.package) == ("Seena", "Look at it. Always.", "their-a")

@@ -38,7 +38,10 @@ from rollplex.passes.state import START, HeldSizes, Lifetimes, StateObject
 from rollplex.passes.tail import tail, tail_warnings
 from rollplex.passes.work import patches
 
-NEEDS: tuple[type, ...] = (Schedule, Layout, HeldSizes, Lifetimes, Residency, Chunks, SharePolicy, Estimate, Programs)
+NEEDS: tuple[type, ...] = (
+    *(Schedule, Layout, HeldSizes, Lifetimes, Residency, Chunks),
+    *(HostOffsets, SharePolicy, Estimate, Programs),
+)
 """The facts that a plan is made of."""
 
 
