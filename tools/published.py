@@ -80,3 +80,6 @@ TIMES: dict[str, tuple[float, float]] = {
     "step, serial over rollplex, partial rollout": (1.08, 1.21),
     "step, serial over rollplex, oversampling": (1.04, 1.23),
 }
+
+STATE_BYTES, CUT_BYTES = 18, 6 + 12 / 4
+"""Bytes a parameter of Megatron's training state, and with the distributed optimizer: 6 + 12 / DP, here of 4 ranks."""
