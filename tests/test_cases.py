@@ -66,6 +66,7 @@ roles:
     rollout:
       tensor_parallel: 6
       kv_cache_gib: 20
+      max_model_len: 1024
 workload:
   prompts: 511
   prompt_tokens: 1024
@@ -74,7 +75,7 @@ workload:
 
 
 def test_static_mistakes_come_in_one_message(tmp_path: Path) -> None:
-    """Rows 26, 27 and 28 in one file: heads, prompts over ranks and q, each at its line, before anything is solved."""
+    """Rows 26, 27, 28 and 30 in one file: heads, prompts over ranks, q and lengths, each at its line, before anything is solved."""
     job = tmp_path / "job.yaml"
     job.write_text(ALL_AT_ONCE)
     with pytest.raises(JobError) as error:
@@ -84,5 +85,6 @@ def test_static_mistakes_come_in_one_message(tmp_path: Path) -> None:
         ("job.yaml:6", "tensor_parallel 3 does not divide the 28 attention heads"),
         ("job.yaml:8", "tensor_parallel 6 does not divide the 28 attention heads"),
         ("job.yaml:8", "q = 3 / 6 = 1/2"),
-        ("job.yaml:11", "511 prompts do not divide over actor's 2 data-parallel ranks"),
+        ("job.yaml:10", "max_model_len 1024 is less than 1024 + 1024 tokens"),
+        ("job.yaml:12", "511 prompts do not divide over actor's 2 data-parallel ranks"),
     }

@@ -269,8 +269,8 @@ class Job(Section):
         return self.prompts_of(self.policy)
 
     def prompts_of(self, role: str) -> int:
-        """Prompts of one step that each rank of a role's training or scoring engine works on."""
-        return self.workload.prompts // self.data_parallel(role)
+        """Prompts of one step that each rank of a role's training or scoring engine works on, at most."""
+        return -(-self.workload.prompts // self.data_parallel(role))
 
     @property
     def overlapped(self) -> bool:
@@ -289,12 +289,12 @@ class Job(Section):
 
     def prefixes_of(self, role: str) -> int:
         """Prompts whose prefix a rank computes: all that a step may take, where it is not known yet which."""
-        return self.sampled // self.data_parallel(role) if self.overlapped else self.prompts_of(role)
+        return -(-self.sampled // self.data_parallel(role)) if self.overlapped else self.prompts_of(role)
 
     @property
     def prompts_per_engine(self) -> int:
-        """Prompts of one step that each rollout engine samples for."""
-        return self.sampled // self.engines
+        """Prompts of one step that each rollout engine samples for, at most."""
+        return -(-self.sampled // self.engines)
 
     @property
     def sampled_per_engine(self) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ def role_work(job: Job, role: str) -> Work:
         recompute_attention=job.roles[role].recompute == "selective",
         unfused=job.roles[role].attention == "unfused",
         zero=job.zero(role),
-        steps=job.workload.prompts // max(1, job.data_parallel(role)),
+        steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
     )
 
 

@@ -81,6 +81,10 @@ CASES: tuple[Case, ...] = (
     ),
     Case(10, "10_contradictory_knobs", "failed", "refused", says=("engine fsdp has no tensor_parallel",)),
     Case(
+        12, "12_72b_tp4_a100_40", "failed", "refused",
+        says=("0.95 of 39.4 GiB is 37.4 GiB: weights 35.2 GiB", "less than nothing", "a larger tensor_parallel"),
+    ),
+    Case(
         16, "16_asleep_tp1", "worked", "fits",
         figures=(Figure("MiB of an engine that sleeps", lambda p: 1024 * gib("rollout.context")(p), 774, 0.01),),
     ),
@@ -100,6 +104,10 @@ CASES: tuple[Case, ...] = (
     Case(
         28, "28_q_four_to_two", "failed", "fits", figures=(Figure("q", lambda p: p.summary.layout.q, 2, 0),),
         ours_now="equal degrees were all that the transfer knew; q = 2 is legal here",
+    ),
+    Case(
+        30, "30_longer_than_the_model_length", "failed", "refused",
+        says=("max_model_len 1024 is less than 1024 + 1024 tokens",),
     ),
     Case(0, "works_megatron_32b_h20", "worked", "fits"),
     Case(0, "works_fsdp_7b_h800x2", "worked", "fits"),
