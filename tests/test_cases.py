@@ -75,7 +75,7 @@ workload:
 
 
 def test_static_mistakes_come_in_one_message(tmp_path: Path) -> None:
-    """Rows 26, 27, 28 and 30 in one file: heads, prompts over ranks, q and lengths, each at its line, before anything is solved."""
+    """Rows 26, 27, 28 and 30 in one file, each at its line, before anything is solved."""
     job = tmp_path / "job.yaml"
     job.write_text(ALL_AT_ONCE)
     with pytest.raises(JobError) as error:
