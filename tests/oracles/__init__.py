@@ -6,9 +6,10 @@ solution is worth, or in whether one assignment is legal and what that is worth.
 
 from oracles.base import Catch, Oracle, catches
 from oracles.chunk_sizes import CHUNK_SIZES
+from oracles.host_pool import HOST_POOL
 from oracles.layout import LAYOUT, LAYOUT_AUTO
 from oracles.residency import RESIDENCY
 
 __all__ = ["ORACLES", "Catch", "Oracle", "catches"]
 
-ORACLES: tuple[Oracle, ...] = (RESIDENCY, CHUNK_SIZES, LAYOUT, LAYOUT_AUTO)
+ORACLES: tuple[Oracle, ...] = (RESIDENCY, CHUNK_SIZES, LAYOUT, LAYOUT_AUTO, HOST_POOL)
