@@ -227,6 +227,7 @@ def test_sequence_sums_and_means_leave_padding_out() -> None:
     assert sequence_sum(x, mask).tolist() == [[4.0, 0.0]]
     assert sequence_mean(x, mask).tolist() == [[2.0, 0.0]]
     sequence_mean(x, mask).sum().backward()
+    assert x.grad is not None
     assert x.grad.tolist() == [[[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]]
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from algorithms import made
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.base import UNCHECKED
 
 from rollplex.ir.checker import check_plan
 from rollplex.ir.errors import RollplexError
@@ -24,7 +25,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NODE = EXAMPLES / "jobs/qwen2_5_vl_32b_h800x8.yaml"
 random = settings(
     max_examples=int(os.environ.get("ROLLPLEX_EXAMPLES", "12")), derandomize=True, deadline=None,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=UNCHECKED,
 )  # fmt: skip
 
 # ---- algorithms

@@ -159,7 +159,7 @@ def test_a_model_that_is_only_a_name(tmp_path: Path) -> None:
     plan = tiny_plan()
     job = {**plan.job, "model": {**plan.job["model"], "name": "qwen2.5-vl-3b", "config": None}}
     with pytest.raises(JobError, match=r"model.name: the model qwen2.5-vl-3b is known by its sizes only"):
-        run_plan(plan.model_copy(update={"job": job}), hosts={"reward": luck}, out_dir=tmp_path / "r")
+        execute_plan(plan.model_copy(update={"job": job}), hosts={"reward": luck}, out_dir=tmp_path / "r")
 
 
 # ---- the directory
