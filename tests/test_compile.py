@@ -155,7 +155,7 @@ def test_training_the_tower_is_planned_for() -> None:
 def test_every_pass_has_a_name_a_sentence_and_a_fact() -> None:
     """`rollplex passes` prints these."""
     names = [p.name for p in default_pipeline()]
-    assert len(set(names)) == len(names) >= 12
+    assert len(set(names)) == len(names) == 13
     assert all(type(p).__doc__ and p.makes.__doc__ for p in default_pipeline())
     assert all(p.makes.made_by == p.name for p in default_pipeline())  # type: ignore[attr-defined]
 
