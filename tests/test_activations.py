@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollplex.backends import activations as a
-from rollplex.backends.facts import Work
 from rollplex.backends.megatron.facts import FACTS
 from rollplex.ir.models import load_model
 from rollplex.ir.spec import ModelSpec
+from rollplex.ir.work import Work
 
 TOKENS = 64
 DENSE, MOE = load_model("Qwen2.5-VL-7B"), load_model("Qwen3-VL-30B-A3B")

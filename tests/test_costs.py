@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rollplex.ir.job import load_job
+from rollplex.ir.work import role_work
 from rollplex.passes.costs import EAGER_LAYER_S, RING_HOP_S, Costs
 from rollplex.passes.lengths import WIDEST, Lengths
-from rollplex.passes.work import role_work
 
 CLUSTER = "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
 

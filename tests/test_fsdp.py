@@ -9,7 +9,6 @@ import pytest
 import torch
 from test_activations import flash
 
-from rollplex.backends.facts import Work
 from rollplex.backends.fsdp import facts as fsdp
 from rollplex.ir.errors import JobError
 from rollplex.ir.job import load_job
@@ -17,6 +16,7 @@ from rollplex.ir.loading import load_algorithm
 from rollplex.ir.models import load_model
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange
+from rollplex.ir.work import Work
 from rollplex.passes.pipeline import compile_plan
 
 GRPO = load_algorithm("examples/grpo.py")

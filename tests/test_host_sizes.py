@@ -15,13 +15,13 @@ import pytest
 import torch
 from host_tiny import CONFIG, arena_model, oracle_model, responses_of, text_prompt, video_prompt
 
-from rollplex.backends.facts import Work
 from rollplex.backends.host import sizes
 from rollplex.backends.host.live import LiveBytes
 from rollplex.backends.host.prefix import boundary_shape, prefix_backward, run_prefix
 from rollplex.backends.host.saved import SavedPolicy
 from rollplex.backends.host.suffix import boundary_leaf, suffix_logprobs
 from rollplex.ir.models import spec_from_config
+from rollplex.ir.work import Work
 
 
 @dataclass(frozen=True)

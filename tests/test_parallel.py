@@ -14,9 +14,9 @@ from rollplex.ir.loading import load_algorithm
 from rollplex.ir.models import load_model
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange
+from rollplex.ir.work import role_work
 from rollplex.passes.costs import ways
 from rollplex.passes.pipeline import compile_plan
-from rollplex.passes.work import role_work
 
 GRPO = load_algorithm("examples/grpo.py")
 X8, X32 = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"

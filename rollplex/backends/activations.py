@@ -19,7 +19,7 @@ both gradients. Experts are taken as evenly loaded: each rank works on as many t
 
 from __future__ import annotations
 
-from rollplex.backends.facts import Work
+from rollplex.ir.work import Work
 
 ROUTER_BYTES = 8  # an expert: its logit and its probability, both FP32
 LOGIT_COPIES, LOGIT_FP32_COPIES = 2, 4  # logits and their gradient; their FP32 copy, two softmaxes, its gradient

@@ -12,59 +12,7 @@ from typing import Protocol
 from rollplex.ir.engines import engine
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
-from rollplex.ir.shards import stage_layers
-
-
-@dataclass(frozen=True)
-class Work:
-    """One role's work on one prompt group, as a rank of its engine sees it.
-
-    Tokens are those of whole sequences; a rank works on `local` ones. `recompute` makes whole layers again in the
-    backward, `recompute_attention` the core of attention alone; `unfused` attention keeps its score matrix.
-    `steps` are the suffix steps of a whole iteration, which fill a pipeline.
-    """
-
-    spec: ModelSpec
-    tp: int
-    itemsize: int
-    sequence_parallel: bool
-    recompute: bool
-    prompt_tokens: int
-    patches: int
-    responses: int
-    response_tokens: int
-    vision_grad: bool = False
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    recompute_attention: bool = False
-    unfused: bool = False
-    zero: int = 0
-    steps: int = 1
-
-    @property
-    def suffix_tokens(self) -> int:
-        """Response tokens of the whole group."""
-        return self.responses * self.response_tokens
-
-    @property
-    def layers(self) -> int:
-        """Language layers of the fullest pipeline stage."""
-        return stage_layers(self.spec, self.pp)
-
-    @property
-    def in_flight(self) -> int:
-        """Suffix steps whose activations the first pipeline stage holds at a time (1F1B)."""
-        return min(self.pp, self.steps)
-
-    def local(self, tokens: int) -> int:
-        """Tokens of a rank: context parallelism deals a sequence out in 2 cp equal pieces, two a rank."""
-        return tokens if self.cp == 1 else -(-tokens // (2 * self.cp)) * 2
-
-    @property
-    def kv_bytes(self) -> int:
-        """Keys and values of one token in all layers of the fullest stage."""
-        return self.spec.kv_bytes_per_token(self.tp, self.itemsize) * self.layers // self.spec.layers
+from rollplex.ir.work import Work
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rollplex.ir.plan import (
 )
 from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import touched
+from rollplex.ir.work import patches
 from rollplex.passes.candidates import Degrees
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
@@ -36,7 +37,6 @@ from rollplex.passes.schedule import Phase, Schedule
 from rollplex.passes.share_policy import SharePolicy
 from rollplex.passes.state import START, HeldSizes, Lifetimes, StateObject
 from rollplex.passes.tail import tail, tail_warnings
-from rollplex.passes.work import patches
 
 NEEDS: tuple[type, ...] = (
     *(Schedule, Layout, HeldSizes, Lifetimes, Residency, Chunks),

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from rollplex.backends.facts import Work
 from rollplex.ir.job import Job
 from rollplex.ir.models import ModelSpec
+from rollplex.ir.work import Work, trains_vision
 from rollplex.passes.lengths import Decode, Lengths
-from rollplex.passes.work import trains_vision
 
 COMPUTE_EFFICIENCY = 0.45
 """Share of the dense peak that GEMMs of prefill and training reach; TP's collectives are counted beside them."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rollplex.backends.facts import Work
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency
+from rollplex.ir.work import Work, one_response, role_work, trains_vision, whole_call
 from rollplex.passes.inventory_weights import WeightRows
 from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Call, Schedule
@@ -22,15 +22,7 @@ from rollplex.passes.update_sizes import (
     workspace_bytes_per_element,
     workspace_name,
 )
-from rollplex.passes.work import (
-    one_response,
-    role_work,
-    shares_tower,
-    trained_parameters,
-    trains_vision,
-    updated_parameters,
-    whole_call,
-)
+from rollplex.passes.work import shares_tower, trained_parameters, updated_parameters
 
 CARRIED = "rollout.carried"
 CARRIED_TOKEN_BYTES = 12

@@ -7,16 +7,11 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from rollplex.ir.plan import Residency
+from rollplex.ir.work import trains_vision
 from rollplex.passes.inventory_rows import Rows
 from rollplex.passes.schedule import Kind
 from rollplex.passes.state import StateObject
-from rollplex.passes.work import (
-    communicators,
-    process_bytes,
-    shares_tower,
-    trains_vision,
-    weight_bytes,
-)
+from rollplex.passes.work import communicators, process_bytes, shares_tower, weight_bytes
 
 
 class _Places(TypedDict):

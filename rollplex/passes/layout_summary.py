@@ -9,10 +9,10 @@ from rollplex.ir.job import Job
 from rollplex.ir.job_schema import LayoutOrder
 from rollplex.ir.plan import SolverResult
 from rollplex.ir.planned_layout import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, TensorPlacement
+from rollplex.ir.work import trains_vision
 from rollplex.passes.costs import Costs
 from rollplex.passes.layout_costs import LayoutCosts
 from rollplex.passes.layout_options import CASE, Option, WeightClass
-from rollplex.passes.work import trains_vision
 
 FIXED_ORDERS: tuple[LayoutOrder, ...] = ("stock", "reindex")
 

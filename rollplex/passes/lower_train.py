@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Signal, Step, UpdateChunk, Wait
+from rollplex.ir.work import trains_vision
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.inventory import activations_name
 from rollplex.passes.layout import Layout
@@ -16,7 +17,7 @@ from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THET
 from rollplex.passes.schedule import Call, Window
 from rollplex.passes.state import Lifetimes
 from rollplex.passes.update_sizes import workspace_name
-from rollplex.passes.work import lacking_parameters, trains_vision, updated_parameters
+from rollplex.passes.work import lacking_parameters, updated_parameters
 
 
 @dataclass(frozen=True)

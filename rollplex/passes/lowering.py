@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from rollplex.ir.module import Module
 from rollplex.ir.plan import BARRIERS
 from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
+from rollplex.ir.work import trains_vision
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, Lifetimes, StateObject
-from rollplex.passes.work import trains_vision
 
 ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
 RELEASED, WAKE = "rollout-released", "rollout-wakes"

@@ -9,7 +9,7 @@ it grows with the step, and what it takes is not left for anything else of the n
 from __future__ import annotations
 
 from rollplex.ir.job import Job
-from rollplex.passes.work import patches
+from rollplex.ir.work import patches
 
 ID, LOGPROB, MASK = 8, 4, 1
 """Bytes of a token id, of the log-probability it was sampled with, of its place in a mask."""

@@ -9,11 +9,11 @@ from itertools import pairwise
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency as Place
+from rollplex.ir.work import role_work
 from rollplex.passes.costs import Costs
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, Lifetimes, StateObject
 from rollplex.passes.timeline import Timeline, window_seconds
-from rollplex.passes.work import role_work
 
 PLACES: tuple[Place, ...] = ("hbm", "host", "dropped")
 UNIT = 4096

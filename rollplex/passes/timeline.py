@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.ir.job import Job
+from rollplex.ir.work import role_work
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
 from rollplex.passes.schedule import Schedule, Window
-from rollplex.passes.work import role_work, updated_parameters
+from rollplex.passes.work import updated_parameters
 
 
 @dataclass(frozen=True)

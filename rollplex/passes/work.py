@@ -1,57 +1,15 @@
-"""The work of a role on one prompt group, from the job: what size formulas and cost formulas are evaluated on."""
+"""What a rank of a role's engine holds, from the job: weights, trained and updated parameters, contexts, groups."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from rollplex.backends.facts import Work
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
 from rollplex.ir.models import Part
 from rollplex.ir.shards import Degrees, owned_parameters, rank_parameters
 from rollplex.ir.sizes import gib_to_nbytes
+from rollplex.ir.work import trains_vision
 
 MIB = 2**20
-
-
-def patches(job: Job, role: str) -> int:
-    """Vision patches of one prompt at most: the processor's bound where the job states it, else all tokens."""
-    vision, load = job.spec_of(role).vision, job.workload
-    if vision is None:
-        return 0
-    tokens = load.prompt_tokens
-    if load.max_pixels is not None:
-        tokens = min(tokens, vision.max_visual_tokens(load.frames, load.max_pixels))
-    return tokens * vision.merge**2
-
-
-def role_work(job: Job, role: str) -> Work:
-    """The work of a trained or scoring role, all responses of a group at once."""
-    engine, spec = job.trainer(role), job.spec_of(role)
-    return Work(
-        spec=spec,
-        tp=engine.tensor_parallel,
-        itemsize=job.itemsize,
-        sequence_parallel=engine.sequence_parallel,
-        recompute=job.roles[role].recompute == "full",
-        prompt_tokens=job.workload.prompt_tokens,
-        patches=patches(job, role),
-        responses=job.group,
-        response_tokens=job.workload.response_tokens,
-        vision_grad=spec.vision is not None and trains_vision(job, role),
-        pp=engine.pipeline_parallel,
-        cp=engine.context_parallel,
-        ep=engine.expert_parallel,
-        recompute_attention=job.roles[role].recompute == "selective",
-        unfused=job.roles[role].attention == "unfused",
-        zero=job.zero(role),
-        steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
-    )
-
-
-def trains_vision(job: Job, role: str) -> bool:
-    """Whether the role's vision tower receives gradients."""
-    return job.roles[role].train is not None and "vision" not in job.roles[role].freeze
 
 
 def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
@@ -81,11 +39,6 @@ def process_bytes(job: Job, groups: tuple[str, ...]) -> int:
     return 0 if job.on_host else context + (nccl if groups else 0)
 
 
-def one_response(work: Work, responses: int = 1) -> Work:
-    """The same work on fewer responses."""
-    return replace(work, responses=responses, steps=work.steps * work.responses // responses)
-
-
 def held_parameters(job: Job, role: str, part: Part) -> int:
     """Parameters of a part on a rank of the role's training or scoring engine, of the stage with most."""
     return rank_parameters(job.spec_of(role), job.degrees(role), part)
@@ -95,11 +48,6 @@ def trained_parts(job: Job, role: str) -> tuple[Part, ...]:
     """Parts of a trained role that are not frozen."""
     parts: tuple[Part, ...] = ("language", "vision")
     return tuple(p for p in parts if p not in job.roles[role].freeze)
-
-
-def whole_call(work: Work) -> Work:
-    """The work of a call that is not split: every response is run with its prompt before it."""
-    return replace(work, response_tokens=work.prompt_tokens + work.response_tokens)
 
 
 def weight_bytes(job: Job, role: str, part: Part) -> int:

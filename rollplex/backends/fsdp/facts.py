@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.backends import activations as a
-from rollplex.backends.facts import Block, Work
+from rollplex.backends.facts import Block
 from rollplex.backends.ordering import stacked
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
+from rollplex.ir.work import Work
 
 NORM_COPIES = 8  # bytes of h a token beyond a fused norm's: FP32 input and normalised value of two norms
 BUCKET_ELEMENTS = 5 * 10**8

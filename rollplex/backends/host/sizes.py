@@ -14,8 +14,8 @@ All figures are upper bounds for one prompt group; tests/test_host_sizes.py hold
 
 from __future__ import annotations
 
-from rollplex.backends.facts import Work
 from rollplex.ir.spec import VisionSpec
+from rollplex.ir.work import Work
 
 ALIGN = 64  # a saved storage starts at a multiple of this in its pool
 LOGIT_ROWS = 256  # rows of logits that exist at a time

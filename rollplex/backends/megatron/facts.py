@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.backends import activations as a
-from rollplex.backends.facts import Block, Work
+from rollplex.backends.facts import Block
 from rollplex.backends.ordering import grouped
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
+from rollplex.ir.work import Work
 
 HEAD_CHUNK_TOKENS = 2048
 """The head runs over this many tokens at a time outside the naive schedule."""

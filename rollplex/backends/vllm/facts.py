@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollplex.backends.facts import Block, Work
+from rollplex.backends.facts import Block
 from rollplex.backends.ordering import stacked
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
+from rollplex.ir.work import Work
 
 SAMPLER_BYTES = 2 + 4 + 4 + 8 + 4 + 4
 """A logit of a sequence, gathered over ranks: bf16, FP32, sorted with its index, probability, running sum."""

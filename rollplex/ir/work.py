@@ -1,0 +1,117 @@
+"""The work of a role on one prompt group: what size formulas and cost formulas are evaluated on.
+
+work = one_response(role_work(job, "actor")); engine("megatron").train_activation_bytes(work)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rollplex.ir.shards import stage_layers
+from rollplex.ir.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from rollplex.ir.job import Job
+
+
+@dataclass(frozen=True)
+class Work:
+    """One role's work on one prompt group, as a rank of its engine sees it.
+
+    Tokens are those of whole sequences; a rank works on `local` ones. `recompute` makes whole layers again in the
+    backward, `recompute_attention` the core of attention alone; `unfused` attention keeps its score matrix.
+    `steps` are the suffix steps of a whole iteration, which fill a pipeline.
+    """
+
+    spec: ModelSpec
+    tp: int
+    itemsize: int
+    sequence_parallel: bool
+    recompute: bool
+    prompt_tokens: int
+    patches: int
+    responses: int
+    response_tokens: int
+    vision_grad: bool = False
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    recompute_attention: bool = False
+    unfused: bool = False
+    zero: int = 0
+    steps: int = 1
+
+    @property
+    def suffix_tokens(self) -> int:
+        """Response tokens of the whole group."""
+        return self.responses * self.response_tokens
+
+    @property
+    def layers(self) -> int:
+        """Language layers of the fullest pipeline stage."""
+        return stage_layers(self.spec, self.pp)
+
+    @property
+    def in_flight(self) -> int:
+        """Suffix steps whose activations the first pipeline stage holds at a time (1F1B)."""
+        return min(self.pp, self.steps)
+
+    def local(self, tokens: int) -> int:
+        """Tokens of a rank: context parallelism deals a sequence out in 2 cp equal pieces, two a rank."""
+        return tokens if self.cp == 1 else -(-tokens // (2 * self.cp)) * 2
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one token in all layers of the fullest stage."""
+        return self.spec.kv_bytes_per_token(self.tp, self.itemsize) * self.layers // self.spec.layers
+
+
+def patches(job: Job, role: str) -> int:
+    """Vision patches of one prompt at most: the processor's bound where the job states it, else all tokens."""
+    vision, load = job.spec_of(role).vision, job.workload
+    if vision is None:
+        return 0
+    tokens = load.prompt_tokens
+    if load.max_pixels is not None:
+        tokens = min(tokens, vision.max_visual_tokens(load.frames, load.max_pixels))
+    return tokens * vision.merge**2
+
+
+def role_work(job: Job, role: str) -> Work:
+    """The work of a trained or scoring role, all responses of a group at once."""
+    engine, spec = job.trainer(role), job.spec_of(role)
+    return Work(
+        spec=spec,
+        tp=engine.tensor_parallel,
+        itemsize=job.itemsize,
+        sequence_parallel=engine.sequence_parallel,
+        recompute=job.roles[role].recompute == "full",
+        prompt_tokens=job.workload.prompt_tokens,
+        patches=patches(job, role),
+        responses=job.group,
+        response_tokens=job.workload.response_tokens,
+        vision_grad=spec.vision is not None and trains_vision(job, role),
+        pp=engine.pipeline_parallel,
+        cp=engine.context_parallel,
+        ep=engine.expert_parallel,
+        recompute_attention=job.roles[role].recompute == "selective",
+        unfused=job.roles[role].attention == "unfused",
+        zero=job.zero(role),
+        steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
+    )
+
+
+def trains_vision(job: Job, role: str) -> bool:
+    """Whether the role's vision tower receives gradients."""
+    return job.roles[role].train is not None and "vision" not in job.roles[role].freeze
+
+
+def one_response(work: Work, responses: int = 1) -> Work:
+    """The same work on fewer responses."""
+    return replace(work, responses=responses, steps=work.steps * work.responses // responses)
+
+
+def whole_call(work: Work) -> Work:
+    """The work of a call that is not split: every response is run with its prompt before it."""
+    return replace(work, response_tokens=work.prompt_tokens + work.response_tokens)
