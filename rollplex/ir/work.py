@@ -21,7 +21,8 @@ class Work:
 
     Tokens are those of whole sequences; a rank works on `local` ones. `recompute` makes whole layers again in the
     backward, `recompute_attention` the core of attention alone; `unfused` attention keeps its score matrix.
-    `steps` are the suffix steps of a whole iteration, which fill a pipeline.
+    `steps` are the suffix steps of a whole iteration, which fill a pipeline. Ranks that share a sequence pass keys and
+    values around (ring), or `by_heads` swap tokens for heads inside attention (Ulysses).
     """
 
     spec: ModelSpec
@@ -41,6 +42,7 @@ class Work:
     unfused: bool = False
     zero: int = 0
     steps: int = 1
+    by_heads: bool = False
 
     @property
     def suffix_tokens(self) -> int:
@@ -58,8 +60,15 @@ class Work:
         return min(self.pp, self.steps)
 
     def local(self, tokens: int) -> int:
-        """Tokens of a rank: context parallelism deals a sequence out in 2 cp equal pieces, two a rank."""
-        return tokens if self.cp == 1 else -(-tokens // (2 * self.cp)) * 2
+        """Tokens of a rank: a sequence is dealt out in 2 cp equal pieces, two a rank, or `by_heads` in cp of them."""
+        if self.by_heads or self.cp == 1:
+            return -(-tokens // self.cp)
+        return -(-tokens // (2 * self.cp)) * 2
+
+    @property
+    def swapped_heads(self) -> int:
+        """Heads of q, k, v and output that ranks swap `by_heads`; KV heads are repeated until every rank has one."""
+        return 2 * self.spec.heads + 2 * max(self.spec.kv_heads, self.cp)
 
     @property
     def kv_bytes(self) -> int:
@@ -99,6 +108,7 @@ def role_work(job: Job, role: str) -> Work:
         unfused=job.roles[role].attention == "unfused",
         zero=job.zero(role),
         steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
+        by_heads=job.whole_sequences(role),
     )
 
 

@@ -88,12 +88,23 @@ class Costs:
         """One forward of the language model: its GEMMs, and two all-reduces a layer (or their halves, gathered)."""
         compute = forward_flops(work.spec, tokens, context) / work.tp / self.flops_per_s
         reduce = 2 * work.spec.layers * self.all_reduce_s(tokens * work.spec.hidden * work.itemsize, work.tp)
+        reduce += work.spec.layers * self.all_to_all_s(work, tokens) * work.cp  # as long on each of the cp ranks
         # Stages and context ranks share both, and the launches.
         return max(compute + reduce, work.spec.layers * EAGER_LAYER_S) * work.tp / ways(work)
 
     def all_reduce_s(self, nbytes: float, tp: int) -> float:
         """A ring over the ranks of a tensor-parallel group: 2 (tp - 1) hops, each with a tp-th of the bytes."""
         return 2 * (tp - 1) * RING_HOP_S + self.exchange_s(2 * (tp - 1) / tp * nbytes)
+
+    def all_to_all_s(self, work: Work, tokens: float) -> float:
+        """What ranks that share a sequence by heads swap in one layer: q, k, v and the output of their own tokens."""
+        if not work.by_heads or work.cp == 1:
+            return 0.0
+        own = tokens / work.cp * work.swapped_heads * work.spec.head_dim * work.itemsize
+        nbytes, cluster = own * (work.cp - 1) / work.cp, self.job.cluster
+        if work.cp > cluster.gpus_per_node:  # the GPUs of a node share its network
+            return nbytes / (cluster.internode_gb_s * 1e9 / cluster.gpus_per_node)
+        return self.exchange_s(nbytes)
 
     def suffix_s(self, work: Work, prompts: int) -> float:
         """One forward over all responses of `prompts` prompts."""

@@ -97,6 +97,10 @@ CASES: tuple[Case, ...] = (
         26, "26_heads_not_divided", "failed", "refused",
         says=("does not divide the 28 attention heads", "by heads alone 1, 2, 4, 7, 14, 28 would do"),
     ),
+    Case(
+        26, "26_sequence_parallel_16", "failed", "refused",
+        says=("context_parallel 16 cannot deal out the 40 attention and 8 KV heads", "1 or 2 or 4 or 8 or 40"),
+    ),
     Case(27, "27_prompts_over_ranks", "failed", "refused", says=("512 prompts do not divide over actor's 6",)),
     Case(27, "27_fewer_prompts_than_ranks", "failed", "refused", says=("32 prompts leave some of actor's 64",)),
     Case(28, "28_q_below_one", "failed", "refused", says=("q = 8 / 32 = 1/4", "q must be a positive integer")),

@@ -5,9 +5,11 @@
 
 It runs whole sequences, `microbatch` at a time: every response is run with its prompt before it, nothing of a prompt is
 shared. A layer of transformers saves more than Megatron's: its RMS norms keep an FP32 copy of the input and the
-normalised value, 8 h bytes a token. Logits cover prompt and response, uncut:
+normalised value, 8 h bytes a token. Logits cover prompt and response:
 
     logits, their FP32 copy, log-softmax, both gradients           (2 + 4 + 4 + 4 + 2) V a token
+
+`context_parallel` deals out a microbatch's tokens (`ulysses`): a rank has its share of hidden states and logits.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 
 from rollplex.backends import activations as a
 from rollplex.backends.facts import Block
+from rollplex.backends.fsdp import ulysses
 from rollplex.backends.ordering import stacked
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
@@ -28,7 +31,7 @@ BUCKET_ELEMENTS = 5 * 10**8
 
 def layer_bytes(work: Work, context: int) -> int:
     """Everything one language layer of transformers saves for backward, a token."""
-    return a.layer_bytes(work, context) + NORM_COPIES * work.spec.hidden
+    return a.layer_bytes(work, context) + NORM_COPIES * work.spec.hidden + ulysses.saved_bytes(work)
 
 
 def layer_parameters(spec: ModelSpec) -> int:
@@ -101,7 +104,7 @@ class FsdpFacts:
     def score_workspace_bytes(self, work: Work) -> int:
         """One layer's forward and the logits of `work.responses` whole sequences, with the gathered units."""
         tokens, context = self._tokens(work), work.response_tokens
-        layer = a.layer_forward_bytes(work, context) + NORM_COPIES * work.spec.hidden
+        layer = ulysses.layer_forward_bytes(work, context) + NORM_COPIES * work.spec.hidden
         tower = work.responses * a.vision_forward_bytes(work)
         head = self.logits_forward * work.spec.outputs + 2 * work.spec.hidden * work.itemsize
         return max(tokens * max(layer, head), tower) + gathered_bytes(work)
@@ -125,7 +128,7 @@ class FsdpFacts:
         return patches * (vision.depth * a.vision_input_bytes(work) + block if work.recompute else vision.depth * block)
 
     def _tokens(self, work: Work) -> int:
-        return work.responses * work.local(work.response_tokens)
+        return work.local(work.responses * work.response_tokens)
 
     def full_activation_bytes(self, work: Work) -> int:
         """One sequence of prompt and response."""
