@@ -31,6 +31,7 @@ from rollplex.ir.plan import (
     WindowSummary,
 )
 from rollplex.ir.planned_layout import CaseBytes, LayoutSummary
+from rollplex.ir.planned_node import NodeMemory
 from rollplex.ir.planned_pool import HostPool
 
 GIB = 2**30
@@ -121,6 +122,10 @@ def summary(
         peak_window=peak.name,
         peak_host_bytes=max(w.host_bytes for w in filled),
         batch_bytes=3 * GIB,
+        node=NodeMemory(
+            gpus={"gpus": 8}, controller=True, capacity_bytes=800 * GIB, pinned_bytes=0, process_bytes=20 * GIB,
+            batch_bytes=15 * GIB,
+        ),
         pools=(
             PoolSummary(
                 name="gpus", gpus=8, peak_hbm_bytes=peak.hbm_bytes, peak_window=peak.name,

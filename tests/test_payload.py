@@ -31,14 +31,14 @@ def test_text_has_no_pixels(tmp_path: Path) -> None:
     assert batch_bytes(eight) - batch_bytes(one) == 32 * 7 * 2048 * 13
 
 
-def test_a_batch_that_crowds_the_host_is_warned_of() -> None:
-    """What the pool leaves of a node holds the batch, or the plan says so; the page has its size either way."""
+def test_a_batch_that_crowds_the_host_does_not_fit() -> None:
+    """What the pinned pools and the processes leave of a node holds the batch, or the plan is infeasible."""
     grpo, job = str(ROOT / "examples/grpo.py"), ROOT / "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
-    plan, crowded = (api.compile_files(grpo, job, [f"cluster.pinned_share={s}"]).plan for s in (0.85, 0.999))
-    assert plan.summary.batch_bytes == pytest.approx(2.31 * 2**30, rel=0.01)
-    assert not [w for w in plan.summary.warnings if "batch" in w]
-    (warning,) = (w for w in crowded.summary.warnings if "batch" in w)
-    assert warning == (
-        "one step's batch (2.3 GiB for 256 samples) is more than the 1.3 GiB of a node's host memory that the pinned "
-        "pool leaves"
-    )
+    sizes = ([f"cluster.host_memory_gb={n}", "cluster.pinned_share=1"] for n in (1400, 670))
+    roomy, crowded = (api.compile_files(grpo, job, overrides).plan for overrides in sizes)
+    assert roomy.summary.batch_bytes == pytest.approx(2.31 * 2**30, rel=0.01)
+    assert roomy.feasible
+    assert crowded.summary.node.pinned_bytes + crowded.summary.node.process_bytes < 670 * 10**9
+    assert crowded.infeasible is not None
+    assert crowded.infeasible.resource == "node"
+    assert crowded.infeasible.objects[-1].name == "node.batch"

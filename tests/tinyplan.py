@@ -249,9 +249,7 @@ def tiny_plan(variant: Variant = "rollplex") -> Plan:
         feasible=True,
         schedule=schedule,
         algorithm="grpo.py:grpo",
-        job=tiny_job(
-            schedule, gpus, apart, held.capacity_bytes, held.host_capacity_bytes, 0.5 if variant == "partial" else None
-        ),
+        job=tiny_job(schedule, gpus, apart, held, 0.5 if variant == "partial" else None),
         graph=graph(WINDOWS[variant]),
         losses={"actor": loss()},
         hosts={"score": "reward"},

@@ -22,6 +22,7 @@ from rollplex.ir.plan import (
     WindowSummary,
 )
 from rollplex.ir.planned_layout import CaseBytes, LayoutClass, LayoutSummary, TensorPlacement
+from rollplex.ir.planned_node import NodeMemory
 from rollplex.ir.planned_pool import HostPlace, HostPool
 
 Variant = Literal["rollplex", "serial", "apart", "pools", "partial"]
@@ -170,7 +171,8 @@ def summary(variant: Variant) -> Summary:
         peak_hbm_bytes=peak.hbm_bytes,
         peak_window=peak.name,
         peak_host_bytes=host,
-        batch_bytes=8,
+        batch_bytes=GPUS.get(variant, (2, {}))[0] * (2 * 9 + 4 * 13),
+        node=node_memory(variant),
         pools=tuple(_pool(variant, name, held) for name, held in by_pool(variant)),
         tail=PARTIAL if variant == "partial" else None,
         objects=objects(variant),
@@ -190,6 +192,22 @@ def summary(variant: Variant) -> Summary:
         policy=Policy(kind="mps" if variant in ("rollplex", "partial") else "none"),
         solvers=(SolverResult(name="residency", status="optimal", objective="peak bytes", value=16.0, bound=16.0),),
         warnings=(),
+    )  # fmt: skip
+
+
+GPUS = {"apart": (4, {"gpus": 4}), "pools": (4, {"training": 4, "rollout": 4})}
+"""Prompts of a step, and GPUs by pool; 2 of a step on 2 in all other variants."""
+
+
+def node_memory(variant: Variant) -> NodeMemory:
+    """CPU processes on one node: the pools alone are counted."""
+    top = {name: 0 for name, _ in by_pool(variant)}
+    for place in host_pool(variant).offsets:
+        top[place.pool] = place.offset + place.bytes
+    gpus = GPUS.get(variant, (2, {"gpus": 2}))[1]
+    return NodeMemory(
+        gpus=gpus, controller=True, capacity_bytes=max(host_pool(variant).bytes, 1) * sum(gpus.values()),
+        pinned_bytes=sum(top[pool] * n for pool, n in gpus.items()), process_bytes=0, batch_bytes=0,
     )  # fmt: skip
 
 

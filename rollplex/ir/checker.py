@@ -18,6 +18,7 @@ from rollplex.ir.check.host_pool import check_host_pool
 from rollplex.ir.check.imports import check_imports
 from rollplex.ir.check.layout import check_layout
 from rollplex.ir.check.loss import check_loss
+from rollplex.ir.check.node import check_node
 from rollplex.ir.check.numbers import check_numbers
 from rollplex.ir.check.order import execute
 from rollplex.ir.check.pools import check_pools
@@ -54,6 +55,7 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
         *check_graph(facts),
         *check_loss(facts),
         *check_numbers(facts),
+        *check_node(facts),
         *check_pools(facts),
         *stuck,
         *check_residency(replays),

@@ -23,6 +23,10 @@ HOST_LINK_SHARE = 0.79
 CONTEXT_MIB = 774
 FIRST_COMMUNICATOR_MIB, COMMUNICATOR_MIB = 840, 485
 
+# MiB of host memory of an engine process beside pinned memory: Python, torch, transformers, CUDA, NCCL with its shared
+# segments (benchmarks/results/host_memory_h200.md).
+PROCESS_HOST_MIB = 1300
+
 
 def communication_mib(communicators: int) -> int:
     """MiB that NCCL keeps in a process with this many communicators of more than one GPU."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB
+from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB, PROCESS_HOST_MIB
 from rollplex.ir.job_engines import Parallel, Rollout, Score, Train
 from rollplex.ir.job_section import Count, NonNegative, Positive, Section, Share
 from rollplex.ir.sizes import Gb, Gib
@@ -117,6 +117,11 @@ class Cluster(Section):
         default=None,
         description="NCCL buffers of one process that works in groups of GPUs, GiB or with a unit; null takes "
         f"{FIRST_COMMUNICATOR_MIB} MiB for its first group and {COMMUNICATOR_MIB} for each other, nothing on cpu",
+    )
+    process_host_gib: Gib | None = Field(
+        default=None,
+        description="host memory of one process beside pinned memory and data, GiB or with a unit; "
+        f"null takes {PROCESS_HOST_MIB} MiB, and nothing on cpu (benchmarks/results/host_memory_h200.md)",
     )
 
 

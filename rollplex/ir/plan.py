@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from rollplex.ir.errors import PlanError, Problem
 from rollplex.ir.planned_layout import LayoutSummary
+from rollplex.ir.planned_node import NodeMemory
 from rollplex.ir.planned_pool import HostPool
 from rollplex.ir.processes import ProcessKind
 from rollplex.ir.steps import Flag, Number, Seconds, Step, Strict, Whole
@@ -173,6 +174,7 @@ class Summary(Strict):
     windows: tuple[WindowSummary, ...]
     layout: LayoutSummary
     host_pool: HostPool
+    node: NodeMemory
     chunks: ChunkSummary
     times: Times
     policy: Policy
@@ -200,11 +202,15 @@ class Remedy(Strict):
     verified: bool = Field(default=False, description="compiled again with the change, and accepted by the checker")
 
 
+Resource = Literal["hbm", "host", "node"]
+"""A GPU's memory, its share of the pinned pool, the host memory of a node."""
+
+
 class Infeasible(Strict):
     """Why a job does not fit: the first window over capacity, by how much, and what is live on the GPU in it."""
 
     window: str
-    resource: Literal["hbm", "host"] = "hbm"
+    resource: Resource = "hbm"
     shortfall_bytes: Whole
     objects: tuple[ObjectBytes, ...]
     remedies: tuple[Remedy, ...]

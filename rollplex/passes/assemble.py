@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from rollplex.backends.facts import load_facts
 from rollplex.ir.job import Job
@@ -14,6 +13,7 @@ from rollplex.ir.plan import (
     Plan,
     PlannedObject,
     ProcessKind,
+    Resource,
     Summary,
     WindowSummary,
 )
@@ -29,7 +29,8 @@ from rollplex.passes.estimate import Estimate
 from rollplex.passes.host_pool import HostOffsets
 from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
-from rollplex.passes.payload import batch_bytes, beside_pool_bytes
+from rollplex.passes.node_memory import kept, node_memory
+from rollplex.passes.payload import batch_bytes
 from rollplex.passes.pools import by_pool, hbm_bytes, host_bytes, pool_summaries
 from rollplex.passes.records import graph_records, host_names, loss_plans
 from rollplex.passes.residency import Residency
@@ -168,6 +169,7 @@ def summarise(module: Module) -> Summary:
         windows=tuple(windows),
         layout=layout.summary,
         host_pool=module[HostOffsets].summary,
+        node=node_memory(job, module[HostOffsets].summary),
         chunks=chunks.summary,
         times=module[Estimate].times,
         policy=module[SharePolicy].policy,
@@ -276,9 +278,6 @@ def warnings(module: Module) -> list[str]:
             "(paper section 3.2); state optimizer.chunks to see whether finer ones make up for what is switched off"
         )
     found += _sampled_again(module)
-    if (batch := batch_bytes(job)) > (left := beside_pool_bytes(job)):
-        what = f"one step's batch ({pretty(batch)} for {job.workload.prompts * job.group} samples) is more than the"
-        found.append(f"{what} {pretty(left)} of a node's host memory that the pinned pool leaves")
     found += tail_warnings(job)
     if job.workload.response_median is None:
         found.append("no workload.response_median: decode is predicted for responses that all fill their budget")
@@ -309,22 +308,35 @@ def _fetches(module: Module, o: StateObject) -> int:
 
 
 def explain(job: Job, summary: Summary) -> Infeasible | None:
-    """The first window over a capacity, and what is live on the GPU by size; None when everything fits."""
+    """The first window over a capacity, and what is live in it by size; None when everything fits."""
     pools = by_pool(job, summary.objects).values()
     for w in summary.windows:
         if w.hbm_bytes > summary.capacity_bytes:
             fullest = max(pools, key=lambda mine: hbm_bytes(mine, w.name))
             live = [o for o in fullest if o.residency[w.name] == "hbm"]
-            return _infeasible(w.name, "hbm", w.hbm_bytes - summary.capacity_bytes, live)
+            return _infeasible(w.name, "hbm", w.hbm_bytes - summary.capacity_bytes, _sizes(live))
     for w in summary.windows:
         if w.host_bytes > summary.host_capacity_bytes:
             fullest = max(pools, key=lambda mine: host_bytes(mine, w.name))
             held = [o for o in fullest if o.host_backed or o.residency[w.name] == "host"]
-            return _infeasible(w.name, "host", w.host_bytes - summary.host_capacity_bytes, held)
-    return None
+            return _infeasible(w.name, "host", w.host_bytes - summary.host_capacity_bytes, _sizes(held))
+    return _node_full(job, summary)
 
 
-def _infeasible(window: str, resource: Literal["hbm", "host"], shortfall: int, live: list[PlannedObject]) -> Infeasible:
-    by_size = sorted(live, key=lambda o: (-o.bytes, o.name))
-    objects = tuple(ObjectBytes(name=o.name, bytes=o.bytes) for o in by_size)
+def _node_full(job: Job, summary: Summary) -> Infeasible | None:
+    """Pinned pools, processes and the batch together, in the window in which most is at the host."""
+    over = summary.node.total_bytes - summary.node.capacity_bytes
+    if over <= 0:
+        return None
+    fullest = max(summary.windows, key=lambda w: w.host_bytes).name
+    return _infeasible(fullest, "node", over, kept(job, summary.node, summary.objects, fullest))
+
+
+def _sizes(objects: list[PlannedObject]) -> dict[str, int]:
+    return {o.name: o.bytes for o in objects}
+
+
+def _infeasible(window: str, resource: Resource, shortfall: int, live: dict[str, int]) -> Infeasible:
+    by_size = sorted(live.items(), key=lambda item: (-item[1], item[0]))
+    objects = tuple(ObjectBytes(name=name, bytes=nbytes) for name, nbytes in by_size)
     return Infeasible(window=window, resource=resource, shortfall_bytes=shortfall, objects=objects, remedies=())

@@ -18,7 +18,7 @@ from rollplex.ir.errors import PassError, RollplexError, SolverTimeout
 from rollplex.ir.job import Job
 from rollplex.ir.job_auto import JobSet
 from rollplex.ir.module import Module
-from rollplex.ir.plan import Candidate, Plan, Summary
+from rollplex.ir.plan import Candidate, Plan, Resource, Summary
 from rollplex.ir.sizes import pretty
 from rollplex.ir.stopwatch import stage
 from rollplex.passes.assemble import explain, summarise
@@ -91,12 +91,16 @@ def rollout_weights(job: Job) -> int:
 def lacking(summary: Summary) -> int:
     """Bytes over a capacity in the window that exceeds it most."""
     over_hbm = summary.peak_hbm_bytes - summary.capacity_bytes
-    return max(0, over_hbm, summary.peak_host_bytes - summary.host_capacity_bytes)
+    over_node = summary.node.total_bytes - summary.node.capacity_bytes
+    return max(0, over_hbm, summary.peak_host_bytes - summary.host_capacity_bytes, over_node)
+
+
+_OF: dict[Resource, str] = {"hbm": "", "host": " of pinned memory", "node": " of a node's host memory"}
 
 
 def _compared(job: Job, summary: Summary, degrees: dict[str, int]) -> Candidate:
     found = explain(job, summary)
-    place = "" if found is None or found.resource == "hbm" else " of pinned memory"
+    place = _OF[found.resource] if found else ""
     return Candidate(
         degrees=degrees,
         feasible=found is None,

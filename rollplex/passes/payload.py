@@ -3,7 +3,7 @@
 65,536 samples of 1024 + 4096 tokens take 3.3 GiB where 8,192 take 0.4; pixels come on top, once a prompt
 
 It is no object of the state contract: no GPU holds more of it than a microbatch, and it is not pinned. But it is there,
-it grows with the step, and what it takes is not left for anything else of the node that the controller runs on.
+it grows with the step, and `node_memory` counts it against the host memory of a node.
 """
 
 from __future__ import annotations
@@ -29,8 +29,3 @@ def pixel_bytes(job: Job) -> int:
     if vision is None or not job.workload.frames:
         return 0
     return patches(job, job.policy) * vision.channels * vision.temporal_patch * vision.patch**2 * job.itemsize
-
-
-def beside_pool_bytes(job: Job) -> int:
-    """Host memory of a node that the pinned pool leaves."""
-    return job.host_memory_bytes - job.host_pool_bytes

@@ -1,10 +1,13 @@
 """The residency problem with everything relaxed but sizes: a bound that tells without a solver what cannot fit.
 
 Data        b[o], C, H, F[o,w]   as in residency.py          B   bytes of what the pinned pool always backs
+            N, D     host memory of a node, what its processes and a step's batch take of it (fullest node)
 Relaxed     (3) and (6) to (9) are dropped: every object is free to be in another place in every window
 Constraints (R1)  f[w] = sum_{o: F[o,w] = {hbm}} b[o] <= C                            what must be in HBM fits
             (R2)  f[w] + sum_{o: may be at the host, never dropped} b[o] <= C + H - B      what must be somewhere fits
-Result      lack[w]   bytes by which (R1) or (R2) fails. A job with any lack is infeasible; without, it may be.
+            (R3)  D + (B of every GPU of the node) <= N
+Result      lack[w]   bytes by which (R1) or (R2) fails, lack[node] (R3). A job with any lack is infeasible; without, it
+            may be.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollplex.ir.module import Module
+from rollplex.passes.node_memory import Node, batch_bytes_of, nodes, process_bytes
 from rollplex.passes.residency_data import UNIT, Data, Item, gather
+from rollplex.passes.state import Lifetimes
 
 ONLY_HBM = frozenset({"hbm"})
 
@@ -21,7 +26,15 @@ def lack(module: Module) -> dict[str, int]:
     """lack[w] in bytes for every window that has some; empty when the relaxed problem is feasible."""
     data = gather(module)
     found = {w: UNIT * _lack_in(data, w) for w in data.windows}
+    found["node"] = max(_lack_of(module, node) for node in nodes(module.job))
     return {w: nbytes for w, nbytes in found.items() if nbytes > 0}
+
+
+def _lack_of(module: Module, node: Node) -> int:
+    """(R3) of one node; frozen weights alone are sure to be in its pools."""
+    job = module.job
+    backed = sum(o.nbytes * node.gpus.get(job.pool(o.process), 0) for o in module[Lifetimes].objects if o.host_backed)
+    return process_bytes(job, node) + batch_bytes_of(job, node) + backed - job.host_memory_bytes
 
 
 def _lack_in(data: Data, window: str) -> int:

@@ -24,8 +24,9 @@ from rollplex.ir.errors import JobError, RollplexError
 from rollplex.ir.job import Job
 from rollplex.ir.job_file import change_job
 from rollplex.ir.module import Module
-from rollplex.ir.plan import Plan, Remedy
+from rollplex.ir.plan import Plan, Remedy, Resource
 from rollplex.passes.levers import Lever, Overrides, key_of, levers
+from rollplex.passes.node_memory import kept
 from rollplex.passes.relax import lack
 
 KEEP = 6
@@ -224,8 +225,8 @@ def gpu_seconds_a_prompt(plan: Plan, job: Job) -> float:
 def as_remedy(base: Plan, job: Job, changed: Job, found: Found) -> Remedy:
     """A found change with its figures; `verified` is for the checker to say."""
     assert base.infeasible is not None
-    window, host = base.infeasible.window, base.infeasible.resource == "host"
-    before, after = _held(base, window, host), _held(found.plan, window, host)
+    window, resource = base.infeasible.window, base.infeasible.resource
+    before, after = _held(base, job, window, resource), _held(found.plan, changed, window, resource)
     shrinks = sorted((o for o in before if after.get(o, 0) < before[o]), key=lambda o: after.get(o, 0) - before[o])
     return Remedy(
         change=" ".join(found.overrides),
@@ -236,13 +237,15 @@ def as_remedy(base: Plan, job: Job, changed: Job, found: Found) -> Remedy:
     )
 
 
-def _held(plan: Plan, window: str, host: bool) -> dict[str, int]:
+def _held(plan: Plan, job: Job, window: str, resource: Resource) -> dict[str, int]:
     """Bytes by object in a window; where a plan has no such window, in the one that holds most."""
     windows = plan.summary.windows
-    fullest = max(windows, key=lambda w: w.host_bytes if host else w.hbm_bytes)
+    fullest = max(windows, key=lambda w: w.hbm_bytes if resource == "hbm" else w.host_bytes)
     w = next((w for w in windows if w.name == window), fullest)
-    if not host:
+    if resource == "hbm":
         return w.by_object
+    if resource == "node":
+        return kept(job, plan.summary.node, plan.summary.objects, w.name)
     held = (o for o in plan.summary.objects if o.host_backed or o.residency[w.name] == "host")
     return {o.name: o.bytes for o in held}
 

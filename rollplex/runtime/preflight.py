@@ -24,7 +24,7 @@ def check_plan(plan: Plan) -> None:
     """Refuse an infeasible plan and one with a feature that no backend here executes; then the checker's verdict."""
     if plan.infeasible is not None:
         window, resource, short = plan.infeasible.window, plan.infeasible.resource, plan.infeasible.shortfall_bytes
-        memory = "HBM" if resource == "hbm" else "the pinned host pool"
+        memory = {"hbm": "HBM", "host": "the pinned host pool", "node": "the host memory of a node"}[resource]
         what = f"the plan does not fit: {memory} is {pretty(short)} short in window {window}"
         raise RunError(
             what, where=plan.algorithm, hint="`rollplex compile` lists the cheapest changes that make it fit"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from rich.text import Text
 
 from rollplex.ir.plan import Plan, PoolSummary, WindowSummary
-from rollplex.show.text import LABEL, WIDTH, Unit, clip, joined, labelled, line, seconds, size, unit_for
+from rollplex.show.text import LABEL, WIDTH, Unit, clip, joined, labelled, line, seconds, unit_for
 
 _NAME, _FIGURE, _SECONDS, _MARK = 30, 9, 9, 6  # a window's name has at most so many characters
 _LINES = 2  # of objects under the peak
@@ -21,7 +21,7 @@ _LINES = 2  # of objects under the peak
 def memory_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     """The bars of every pool, then the pinned host memory, and the step's batch beside it."""
     bars = (text for pool in plan.summary.pools for text in _bars(plan, pool, width))
-    return [*bars, *_pinned(plan, width), *_batch(plan, width)]
+    return [*bars, *_pinned(plan, width), *_node(plan, width)]
 
 
 def _bars(plan: Plan, pool: PoolSummary, width: int) -> list[Text]:
@@ -89,11 +89,14 @@ def _summed(sizes: list[tuple[str, int]], unit: Unit, width: int) -> list[str]:
     return []
 
 
-def _batch(plan: Plan, width: int) -> list[Text]:
-    """What a step's data take; on no GPU more than a microbatch of them."""
-    return labelled(
-        "batch", f"{size(plan.summary.batch_bytes)} of tokens and pixels a step, unpinned, at the controller", width
-    )
+def _node(plan: Plan, width: int) -> list[Text]:
+    """The fullest node's host memory: pinned pools, processes, the step's batch (on no GPU more than a microbatch)."""
+    n, unit = plan.summary.node, unit_for([plan.summary.node.capacity_bytes])
+    head = f"{unit(n.total_bytes, 1)} of {unit.named(n.capacity_bytes, 1)} of host memory"
+    parts = [("pinned pools", n.pinned_bytes), ("processes", n.process_bytes), ("batch of a step", n.batch_bytes)]
+    lines = labelled("node", head, width, "bold red" if n.total_bytes > n.capacity_bytes else "")
+    rest = _summed([part for part in parts if part[1]], unit, width - LABEL)
+    return lines + [line((" " * LABEL + text, "dim")) for text in rest]
 
 
 def _pinned(plan: Plan, width: int) -> list[Text]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from rollplex.ir.job import Job
-from rollplex.ir.plan import Infeasible, Plan, PlannedObject, Remedy
+from rollplex.ir.plan import Infeasible, Plan, PlannedObject, Remedy, Resource
 from rollplex.ir.planned_job import job_of
+from rollplex.ir.planned_node import NODE_TITLES
 from rollplex.show.text import LABEL, WIDTH, clip, joined, labelled, line, seconds, size, table, unit_for
 
 NOT_IN_PAPER = {
@@ -28,9 +29,22 @@ def infeasible_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     return [*_shortfall(plan, found, width), *_live(plan, found, width), *_remedies(found, width)]
 
 
+HAS: dict[Resource, str] = {
+    "hbm": "a GPU has",
+    "host": "a GPU's share of pinned host memory is",
+    "node": "the host memory of a node is",
+}
+
+
+def capacity_of(plan: Plan, found: Infeasible) -> int:
+    """Bytes of the resource that is exceeded."""
+    s = plan.summary
+    return {"hbm": s.capacity_bytes, "host": s.host_capacity_bytes, "node": s.node.capacity_bytes}[found.resource]
+
+
 def _shortfall(plan: Plan, found: Infeasible, width: int) -> list[Text]:
-    capacity = plan.summary.capacity_bytes if found.resource == "hbm" else plan.summary.host_capacity_bytes
-    place = "a GPU has" if found.resource == "hbm" else "a GPU's share of pinned host memory is"
+    capacity = capacity_of(plan, found)
+    place = HAS[found.resource]
     need = capacity + found.shortfall_bytes
     over = f"{size(found.shortfall_bytes, 1)} over"
     text = f"in {found.window} {size(need, 1)} are live, {place} {size(capacity, 1)}: {over}"
@@ -39,7 +53,7 @@ def _shortfall(plan: Plan, found: Infeasible, width: int) -> list[Text]:
 
 def _live(plan: Plan, found: Infeasible, width: int) -> list[Text]:
     """Objects by size, in two columns."""
-    titles = {o.name: o.title for o in plan.summary.objects}
+    titles = NODE_TITLES | {o.name: o.title for o in plan.summary.objects}
     unit = unit_for(o.bytes for o in found.objects)
     cells = [(clip(titles.get(o.name, o.name), 30), unit(o.bytes)) for o in found.objects]
     half = -(-len(cells) // 2)

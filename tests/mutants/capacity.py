@@ -21,6 +21,21 @@ def pinned_pool_one_byte_too_small(plan: Plan) -> Iterator[Plan]:
         yield summarise(plan, host_capacity_bytes=plan.summary.peak_host_bytes - 1)
 
 
+@mutant("node-memory")
+def node_that_does_not_add_up(plan: Plan) -> Iterator[Plan]:
+    node = plan.summary.node
+    for field in ("capacity_bytes", "pinned_bytes", "process_bytes", "batch_bytes"):
+        yield summarise(plan, node=node.model_copy(update={field: getattr(node, field) + 1}))
+    yield summarise(plan, node=node.model_copy(update={"controller": not node.controller}))
+    for pool, gpus in node.gpus.items():
+        yield summarise(plan, node=node.model_copy(update={"gpus": {**node.gpus, pool: gpus + 1}}))
+
+
+@mutant("node-memory")
+def batch_of_another_step(plan: Plan) -> Iterator[Plan]:
+    yield summarise(plan, batch_bytes=plan.summary.batch_bytes - 1)
+
+
 @mutant("window-bytes", "host-bytes")
 def object_one_byte_larger(plan: Plan) -> Iterator[Plan]:
     """An object grows, its windows do not."""

@@ -28,7 +28,6 @@ summary\.layout\.classes\.\*\.(tensors|slabs|pieces|shard_bytes|sends_bytes|deco
 summary\.layout\.tensors\.\*\.slabs
 summary\.layout\.alternatives\..*
 summary\.tail\..*
-summary\.batch_bytes
 infeasible\.remedies\.\*\.(frees_bytes|costs_s|costs_share|verified)
 infeasible\.remedies\.\*"""
 INPUT = r"""job\.(optimizer|solver|run|algorithm|layout|ablate)(\..*)?

@@ -104,6 +104,9 @@ RULES: dict[str, Rule] = {
     "host-capacity": Rule(
         "the pinned pool holds what is at the host in every order of steps", "design 4", "keep more in HBM"
     ),
+    "node-memory": Rule(
+        "a node's host memory is summed up: pools, processes, the batch", "design 6", COMPILE_AGAIN
+    ),
     "pool": Rule(
         "who shares pages shares GPUs, and every pool is summed up", "paper 4.2", COMPILE_AGAIN
     ),

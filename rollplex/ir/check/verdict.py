@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rollplex.ir.check.facts import Facts
+from rollplex.ir.check.node import on_node
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.errors import RollplexError
 from rollplex.ir.job_file import change_job
@@ -49,7 +50,8 @@ def _explained(facts: Facts, why: Infeasible, right: Over | None) -> Iterator[Vi
         return
     w = right[1]
     there = {o.name: o.bytes for o in facts.objects.values() if o.host_backed or o.residency.get(w.name) == "host"}
-    held = _in_fullest(facts, w.by_object if right[0] == "hbm" else there)
+    lists = {"hbm": w.by_object, "host": there, "node": on_node(facts, w.name)}
+    held = lists["node"] if right[0] == "node" else _in_fullest(facts, lists[right[0]])
     listed = [(o.name, o.bytes) for o in why.objects]
     if dict(listed) != held or len(listed) != len(held):
         yield Violation("infeasible", "its objects are not those of the window", where=why.window)
@@ -79,4 +81,6 @@ def _first_over(facts: Facts) -> list[Over]:
     for resource, w, more in over:
         if more > 0 and resource not in found:
             found[resource] = (resource, w, more)
+    if s.windows and (more := s.node.total_bytes - s.node.capacity_bytes) > 0:
+        found["node"] = ("node", max(s.windows, key=lambda w: w.host_bytes), more)
     return list(found.values())

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rollplex.ir.plan import Infeasible, Plan, PlannedObject, Remedy
 from rollplex.ir.planned_job import job_of
+from rollplex.ir.planned_node import NODE_TITLES
 from rollplex.show.html.families import Shade
 from rollplex.show.html.markup import Markup, el, join
 from rollplex.show.text import Unit, seconds, size, unit_for
+from rollplex.show.verdict import HAS, capacity_of
 
 Cell = tuple[object, str] | object
 MINUS = "\u2212"
@@ -35,9 +37,7 @@ def _cell(index: int, cell: Cell, number: bool) -> Markup:
 
 def shortfall(plan: Plan, found: Infeasible) -> Markup:
     """One sentence: where, how much, of what."""
-    host = found.resource == "host"
-    capacity = plan.summary.host_capacity_bytes if host else plan.summary.capacity_bytes
-    place = "a GPU\u2019s share of the pinned host memory is" if host else "a GPU has"
+    capacity, place = capacity_of(plan, found), HAS[found.resource].replace("'", "\u2019")
     return el(
         "p", "In ", el("b", found.window), f" {size(capacity + found.shortfall_bytes, 1)} are live and {place} "
         f"{size(capacity, 1)}: ", el("b", f"{size(found.shortfall_bytes, 1)} over", class_="bad"), ".",
@@ -46,7 +46,7 @@ def shortfall(plan: Plan, found: Infeasible) -> Markup:
 
 def live_bars(plan: Plan, found: Infeasible, shades: Mapping[str, Shade]) -> Markup:
     """What is live in the window that is over, each object as a bar of its size."""
-    titles = {o.name: o.title for o in plan.summary.objects}
+    titles = NODE_TITLES | {o.name: o.title for o in plan.summary.objects}
     unit, most = unit_for(o.bytes for o in found.objects), max((o.bytes for o in found.objects), default=1) or 1
     rows = [
         (
