@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rollplex.backends.engine import Values
@@ -88,7 +89,7 @@ class InThreads:
         self.feed = make_feed(plan, self.job, hosts)
         self.device = Ledger.create("device 0", plan.summary.capacity_bytes, process="controller")
         self.host = Ledger.create("host", plan.summary.host_capacity_bytes, process="controller")
-        train, rollout = (build(plan, self.job, kind, 0, self._fds()) for kind in ("train", "rollout"))
+        train, rollout = (build(plan, self.job, kind, 0, self._fds(), Path()) for kind in ("train", "rollout"))
         assert isinstance(train, TrainEngine)
         assert isinstance(rollout, RolloutEngine)
         for name, fds in train.export().items():

@@ -29,8 +29,8 @@ def roll(
     model: Any, prompts: Any, *, seed: int = 0, kv: int = 200_000, temperature: float = 0.9, **kwargs: Any
 ) -> Rollout:
     memory = torch.full((kv,), float("nan"), dtype=model.dtype)
-    rng = torch.Generator().manual_seed(seed)
-    return generate(model, prompts, 6, 24, temperature, rng, memory, eos=EOS, **kwargs)
+    dice = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    return generate(model, prompts, 6, 24, temperature, dice, memory, eos=EOS, **kwargs)
 
 
 def prompts_of(model: Any) -> list[Any]:
@@ -86,7 +86,7 @@ def test_samples_follow_the_model() -> None:
     prompt = text_prompt(5)
     memory = torch.zeros(2_000_000, dtype=torch.float64)
     rng = torch.Generator().manual_seed(0)
-    rollout = generate(model, [prompt], 4000, 1, 1.0, rng, memory, eos=EOS)
+    rollout = generate(model, [prompt], 4000, 1, 1.0, [rng], memory, eos=EOS)
     kv = run_prefix(model, prompt, torch.zeros(boundary_shape(CONFIG, 4), dtype=torch.float64), attached=False).kv
     every = [torch.tensor([t]) for t in range(64)]
     with torch.no_grad():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rollplex.ir.errors import EngineError
 from rollplex.ir.plan import BARRIERS
-from rollplex.ir.steps import Barrier, Wait
-from rollplex.runtime.barriers import Barriers, Events, barrier_order, receivers
+from rollplex.ir.steps import Barrier, Signal, Wait
+from rollplex.runtime.barriers import Barriers, Events, barrier_order
 from rollplex.runtime.protocol import CONTROLLER, ProcessId
 
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
@@ -71,14 +71,34 @@ def test_arriving_twice_is_refused() -> None:
 
 def test_an_event_reaches_those_who_wait_for_it_and_comes_once_an_iteration() -> None:
     programs = {
+        CONTROLLER: (Signal(window="w", event="prompts"),),
         TRAIN: (Wait(window="w", event="prompts"), Wait(window="w", event="rollout")),
-        ROLLOUT: (Wait(window="w", event="prompts"), Barrier(window="w", name="rollout-complete")),
+        ROLLOUT: (
+            Wait(window="w", event="prompts"),
+            Signal(window="w", event="rollout"),
+            Barrier(window="w", name="rollout-complete"),
+        ),
     }
-    events = Events(receivers(programs))
-    assert events.signal(CONTROLLER, "prompts") == (ROLLOUT, TRAIN)
-    assert events.signal(ROLLOUT, "rollout") == (TRAIN,)
+    events = Events(programs)
+    assert events.signal(CONTROLLER, "prompts", {"prompts": 1}) == {CONTROLLER: {"prompts": 1}}
+    assert events.receivers("prompts") == (ROLLOUT, TRAIN)
+    assert events.signal(ROLLOUT, "rollout", {}) == {ROLLOUT: {}}
+    assert events.receivers("rollout") == (TRAIN,)
     with pytest.raises(EngineError, match="rollout 0: signals rollout a second time"):
-        events.signal(ROLLOUT, "rollout")
+        events.signal(ROLLOUT, "rollout", {})
     events.begin()
-    assert events.signal(ROLLOUT, "rollout") == (TRAIN,)
+    assert events.signal(ROLLOUT, "rollout", {}) == {ROLLOUT: {}}
     assert barrier_order(programs[ROLLOUT]) == ("rollout-complete",)
+
+
+def test_an_event_of_several_ranks_is_signalled_when_the_last_has_said_its_part() -> None:
+    ranks = [ProcessId("rollout", rank) for rank in range(3)]
+    programs = {TRAIN: (Wait(window="w", event="rollout"),)}
+    events = Events(programs | dict.fromkeys(ranks, (Signal(window="w", event="rollout"),)))
+    assert events.signal(ranks[2], "rollout", {"part": 2}) == {}
+    assert events.signal(ranks[0], "rollout", {"part": 0}) == {}
+    assert "rollout" not in events.signalled
+    with pytest.raises(EngineError, match="rollout 2: signals rollout a second time"):
+        events.signal(ranks[2], "rollout", {"part": 2})
+    assert list(events.signal(ranks[1], "rollout", {"part": 1}).items()) == [(r, {"part": r.rank}) for r in ranks]
+    assert "rollout" in events.signalled

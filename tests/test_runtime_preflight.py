@@ -55,11 +55,11 @@ def test_another_backend(tmp_path: Path) -> None:
     refused(plan, RunError, r"no backend executes this plan: engine megatron", tmp_path / "r")
 
 
-def test_more_ranks_than_the_host_backend_has(tmp_path: Path) -> None:
+def test_a_model_cut_over_ranks_is_not_for_the_host_backend(tmp_path: Path) -> None:
     plan = tiny_plan()
-    rollout = plan.processes["rollout"].model_copy(update={"ranks": 2})
+    rollout = plan.processes["rollout"].model_copy(update={"ranks": 2, "tensor_parallel": 2})
     plan = plan.model_copy(update={"processes": {**plan.processes, "rollout": rollout}})
-    refused(plan, RunError, r"backend host runs one rollout rank, the plan has 2", tmp_path / "r")
+    refused(plan, RunError, r"backend host runs whole models, the plan cuts them over 2 rollout ranks", tmp_path / "r")
 
 
 def test_a_step_the_host_backend_does_not_have(tmp_path: Path) -> None:

@@ -22,9 +22,13 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine measured in one iteration: metrics by name, ledger logs, peak bytes inside each workspace."""
+    """What an engine measured in one iteration: ledger logs, and metrics by name.
+
+    `metrics` are the same on all ranks, or to be averaged over them; `sums` are a rank's parts of a whole.
+    """
 
     metrics: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
     events: tuple[Any, ...] = ()
     marks: tuple[Any, ...] = ()
 

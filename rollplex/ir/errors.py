@@ -73,5 +73,9 @@ class EngineError(RollplexError):
     """An engine process died, went silent, or reported an error; names the process, the step and the window."""
 
 
+class PeerError(EngineError):
+    """A collective failed in this process: another rank of its group is gone or late."""
+
+
 class RunError(RollplexError):
     """A run cannot start or go on for a reason other than a dead engine (a busy directory, a refused feature)."""

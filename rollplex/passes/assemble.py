@@ -105,13 +105,21 @@ def not_executable(module: Module) -> tuple[str, ...]:
     engines |= {r.rollout.engine for r in job.roles.values() if r.rollout}
     found = [f"engine {e}" for e in sorted(engines) if not load_facts(e).runs]
     found += [f"{role} {what}" for role in job.roles for what in unrun_features(job, role)]
-    if job.gpus > 1:
-        found.append(f"{job.gpus} GPUs: the host backend runs one training and one rollout rank")
+    found += list(_of_ranks(job))
     if job.schedule in ("naive", "disaggregated") or job.ablate:
         found.append(f"schedule {job.schedule}" + (f" without {', '.join(job.ablate)}" if job.ablate else ""))
     if job.workload.rollout.kind != "full":
         found.append(f"{job.workload.rollout.kind} rollout")
     return (*found, *_of_roles(job), *_of_calls(module[Schedule]))
+
+
+def _of_ranks(job: Job) -> Iterator[str]:
+    """Ranks that the host backend cannot be."""
+    if job.cluster.nodes > 1:
+        yield f"{job.cluster.nodes} nodes: all ranks run on one machine"
+    cut = max(job.rollout_tp, *(job.trainer(name).tensor_parallel for name in job.roles))
+    if cut > 1:
+        yield f"tensor_parallel {cut}: the host backend runs whole models"
 
 
 def _of_roles(job: Job) -> Iterator[str]:

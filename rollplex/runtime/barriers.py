@@ -8,15 +8,16 @@
 
 Whoever arrives stays blocked until the last one has arrived, so no process is ever in two states at once. A process at
 a barrier that is not the next one, or at one where it already stands, is an EngineError: the plan was not obeyed.
-An event is signalled once an iteration; every process whose program waits for it gets its values once.
+An event is signalled once an iteration, by every rank whose program says so; who waits for it gets its values once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rollplex.backends.engine import Values
 from rollplex.ir.errors import EngineError
-from rollplex.ir.steps import Barrier, Step, Wait
+from rollplex.ir.steps import Barrier, Signal, Step, Wait
 from rollplex.runtime.protocol import ProcessId
 
 
@@ -60,21 +61,35 @@ class Barriers:
 
 
 class Events:
-    """Which events have been signalled in this iteration, and who is to receive each."""
+    """Which events have been signalled in this iteration, by whom, and who is to receive each.
 
-    def __init__(self, receivers: Mapping[str, frozenset[ProcessId]]) -> None:
-        self._receivers = dict(receivers)
+    An event is signalled when all ranks whose program signals it have done so: each has a part of its values.
+    """
+
+    def __init__(self, programs: Mapping[ProcessId, Sequence[Step]]) -> None:
+        self._signallers = _by_event(programs, Signal)
+        self._receivers = _by_event(programs, Wait)
+        self._parts: dict[str, dict[ProcessId, Values]] = {}
         self.signalled: set[str] = set()
 
     def begin(self) -> None:
         """A new iteration: every event may be signalled again."""
         self.signalled.clear()
+        self._parts.clear()
 
-    def signal(self, process: ProcessId, event: str) -> tuple[ProcessId, ...]:
-        """One process signals an event; who must receive its values."""
-        if event in self.signalled:
+    def signal(self, process: ProcessId, event: str, values: Values) -> dict[ProcessId, Values]:
+        """One process signals an event; the parts of all its signallers if this was the last, else nothing."""
+        parts = self._parts.setdefault(event, {})
+        if process in parts:
             raise EngineError(f"signals {event} a second time in one iteration", where=process, hint=_HINT)
+        parts[process] = values
+        if parts.keys() < self._signallers.get(event, frozenset()):
+            return {}
         self.signalled.add(event)
+        return {p: parts[p] for p in sorted(parts)}
+
+    def receivers(self, event: str) -> tuple[ProcessId, ...]:
+        """Who must receive the values of an event."""
         return tuple(sorted(self._receivers.get(event, frozenset())))
 
 
@@ -86,11 +101,13 @@ def barrier_order(program: Sequence[Step]) -> tuple[str, ...]:
     return tuple(step.name for step in program if isinstance(step, Barrier))
 
 
-def receivers(programs: Mapping[ProcessId, Sequence[Step]]) -> dict[str, frozenset[ProcessId]]:
-    """For every event, the processes whose program waits for it."""
-    waits: dict[str, set[ProcessId]] = {}
+def _by_event(
+    programs: Mapping[ProcessId, Sequence[Step]], kind: type[Signal] | type[Wait]
+) -> dict[str, frozenset[ProcessId]]:
+    """For every event, the processes whose program signals it, or waits for it."""
+    found: dict[str, set[ProcessId]] = {}
     for process, program in programs.items():
         for step in program:
-            if isinstance(step, Wait):
-                waits.setdefault(step.event, set()).add(process)
-    return {event: frozenset(who) for event, who in waits.items()}
+            if isinstance(step, kind):
+                found.setdefault(step.event, set()).add(process)
+    return {event: frozenset(who) for event, who in found.items()}

@@ -16,17 +16,20 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollplex.backends.engine import EngineReport, Tasks, Values
 from rollplex.ir.errors import EngineError
+from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Barrier, Step, Wait, describe
 from rollplex.runtime import death
-from rollplex.runtime.barriers import Barriers, Events, barrier_order, receivers
+from rollplex.runtime.barriers import Barriers, Events, barrier_order
 from rollplex.runtime.crew import Crew, Gone, Member
 from rollplex.runtime.events import Progress, Started, StepEntered
 from rollplex.runtime.executor import run_iteration
+from rollplex.runtime.gathering import gathered, seen_by
 from rollplex.runtime.patience import TICK_S
 from rollplex.runtime.protocol import (
     CONTROLLER,
@@ -58,17 +61,17 @@ EXIT_S = 20.0  # from the end of a healthy process' channel to its exit
 class Controller:
     """Steps the barriers and events of a run by the messages of its processes; also the controller's own Link."""
 
-    def __init__(self, plan: Plan, crew: Crew, tasks: Tasks, silent_s: float, progress: Progress) -> None:
+    def __init__(self, plan: Plan, job: Job, crew: Crew, tasks: Tasks, progress: Progress) -> None:
         programs = {process: plan.programs[process.kind] for process in (CONTROLLER, *crew.members)}
         self.plan = plan
+        self.job = job
         self.crew = crew
-        self.silent_s = silent_s
         self.progress = progress
         self.timeline = Timeline(programs)
         self.reports: dict[ProcessId, EngineReport] = {}
         self.facts: dict[ProcessId, dict[str, Any]] = {}
         self._barriers = Barriers(programs, barrier_order(programs[CONTROLLER]))
-        self._events = Events(receivers(programs))
+        self._events = Events(programs)
         self._own = ProcessState(CONTROLLER, programs[CONTROLLER], self, tasks)
         self._delivered: dict[str, Values] = {}
         self._answers: dict[ProcessId, dict[str, str]] = {}
@@ -76,15 +79,18 @@ class Controller:
 
     # ---- the life of a run
 
-    def start(self, ledgers: Callable[[], Sequence[int]]) -> None:
-        """Assign every process its program; returns when all engines are ready. `ledgers` makes fresh descriptors."""
+    def start(self, ledgers: Callable[[int], Sequence[int]], meeting: Path) -> None:
+        """Assign every process its program; returns when all engines are ready.
+
+        `ledgers(gpu)` makes fresh descriptors; ranks find each other in the directory `meeting`.
+        """
         self.progress(Started({process: member.pid for process, member in self.crew.members.items()}))
         plan = self.plan.model_dump(mode="json", by_alias=True)
         for process in self.crew.members:
-            self.crew.post(process, Assign(process, plan), ledgers())
+            self.crew.post(process, Assign(process, plan, str(meeting)), ledgers(process.rank))
         self.pump(lambda: self.facts.keys() == self.crew.members.keys())
         for member in self.crew.members.values():
-            member.silence.limit_s = self.silent_s
+            member.silence.limit_s = self.job.run.silent_s
 
     def iteration(self, number: int) -> None:
         """One iteration: returns when every process has finished its program."""
@@ -157,7 +163,7 @@ class Controller:
             case Arrived(barrier):
                 self._arrived(process, barrier)
             case Exported(name):
-                self._hand_out(name, fds)
+                self._hand_out(process, name, fds)
             case Ready(facts):
                 self.facts[process] = facts
             case Finished(iteration, report):
@@ -166,7 +172,7 @@ class Controller:
             case Answer(_, result):
                 self._answers[process] = result
             case Failed():
-                raise death.failed(member, self.timeline, message)
+                raise death.reason(member, self.crew.members.values(), self.timeline, message)
             case Gone() if process in self._stopping and death.status(member, EXIT_S) == 0:
                 self._stopping.remove(process)
             case Gone():
@@ -179,11 +185,15 @@ class Controller:
         self.progress(StepEntered(process, iteration, step))
 
     def _signalled(self, process: ProcessId, event: str, values: Values) -> None:
-        for receiver in self._events.signal(process, event):
+        parts = self._events.signal(process, event, values)
+        if not parts:
+            return
+        whole = gathered(self.job, parts)
+        for receiver in self._events.receivers(event):
             if receiver == CONTROLLER:
-                self._delivered[event] = values
+                self._delivered[event] = whole
             else:
-                self.crew.post(receiver, Deliver(event, values))
+                self.crew.post(receiver, Deliver(event, seen_by(self.job, receiver, whole)))
 
     def _arrived(self, process: ProcessId, name: str) -> bool:
         passed = self._barriers.arrive(process, name)
@@ -191,12 +201,10 @@ class Controller:
             self.crew.post_all(Release(name))
         return passed
 
-    def _hand_out(self, name: str, fds: list[int]) -> None:
-        """Pass an object's pages to every process that reads it; each gets descriptors of its own."""
-        readers = self.plan.object(name).readers
-        for process in self.crew.members:
-            if process.kind in readers:
-                self.crew.post(process, Adopt(name), [os.dup(fd) for fd in fds])
+    def _hand_out(self, owner: ProcessId, name: str, fds: list[int]) -> None:
+        """Pass an object's pages to the processes of its GPU that read it; each gets descriptors of its own."""
+        for kind in self.plan.object(name).readers:
+            self.crew.post(ProcessId(kind, owner.rank), Adopt(name), [os.dup(fd) for fd in fds])
         for fd in fds:
             os.close(fd)
 

@@ -157,7 +157,8 @@ def child_environment(ours: Mapping[str, str], threads: int) -> dict[str, str]:
     path = os.pathsep.join(p for p in (package_root, ours.get("PYTHONPATH", "")) if p)
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**ours, **limits, **offline, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    here = {"GLOO_SOCKET_IFNAME": ours.get("GLOO_SOCKET_IFNAME", "lo")}  # the name of a machine may lead nowhere
+    return {**ours, **limits, **offline, **here, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _close(fds: Iterable[int]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
+from collections.abc import Iterable
 
 from rollplex.ir import errors
-from rollplex.ir.errors import EngineError, Problem, RollplexError
+from rollplex.ir.errors import EngineError, PeerError, Problem, RollplexError
 from rollplex.ir.steps import describe
 from rollplex.runtime.crew import Member
 from rollplex.runtime.protocol import Failed
 from rollplex.runtime.spans import Timeline
 
 LINGER_S = 2.0  # from the end of a process' channel to its exit
+PEER_S = 0.05  # between two looks at who has ended
 _WHY = {
     signal.SIGKILL: "something killed it; if nobody did, the kernel was out of memory (see `dmesg`)",
     signal.SIGSEGV: "it touched memory that is not mapped: a use after unmap, or a fault of a library",
@@ -61,6 +64,18 @@ def silent(member: Member, timeline: Timeline) -> EngineError:
         f"{place(member, timeline)}: it is stopped or hung, and was killed"
     )
     return EngineError(what, where="engine process", hint=f"look at its log {member.log}, or raise run.silent_s")
+
+
+def reason(member: Member, members: Iterable[Member], timeline: Timeline, message: Failed) -> RollplexError:
+    """The error for a process that reported one: the death of another, where that is what it met in a collective."""
+    if message.error == PeerError.__name__:
+        deadline = time.monotonic() + LINGER_S
+        while time.monotonic() < deadline:
+            for other in members:
+                if other is not member and (other.popen.poll() or 0) < 0:
+                    return died(other, timeline)
+            time.sleep(PEER_S)
+    return failed(member, timeline, message)
 
 
 def failed(member: Member, timeline: Timeline, message: Failed) -> RollplexError:

@@ -43,8 +43,9 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
                 plan.algorithm,
                 "set the roles' engines to host and cluster.gpu to cpu, or inspect the plan with `compile --plan-only`",
             )
-        elif kind != "controller" and process.ranks != 1:
-            yield Problem(f"backend host runs one {kind} rank, the plan has {process.ranks}", plan.algorithm)
+        elif kind != "controller" and process.tensor_parallel != 1:
+            what = f"backend host runs whole models, the plan cuts them over {process.tensor_parallel} {kind} ranks"
+            yield Problem(what, plan.algorithm)
     dtype = plan.job["model"]["dtype"]
     if dtype not in DTYPES:
         what = f"backend host computes in {' or '.join(DTYPES)}, not in {dtype}"
@@ -53,18 +54,20 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
         yield Problem(f"no backend executes this plan: {feature}", plan.algorithm)
     for kind, program in plan.programs.items():
         for step in program:
-            if isinstance(step, Exchange | Rebuild):
+            if isinstance(step, Rebuild) or (isinstance(step, Exchange) and step.group != "dp"):
                 yield Problem(f"backend host does not execute `{step.kind} {step.object}` ({kind})", plan.algorithm)
 
 
 def check_machine(plan: Plan) -> None:
     """Refuse a plan whose device and pool do not fit the memory that this machine has free now."""
     pool = sum(o.bytes for o in plan.summary.objects if in_pool(o))
-    need, free = plan.summary.peak_hbm_bytes + pool, available_bytes()
+    gpus = plan.processes["train"].ranks
+    need, free = gpus * (plan.summary.peak_hbm_bytes + pool), available_bytes()
     if need > free:
+        devices = "the device" if gpus == 1 else f"each of {gpus} devices"
         what = (
-            f"the run needs {pretty(need)} of memory ({pretty(plan.summary.peak_hbm_bytes)} for the device, "
-            f"{pretty(pool)} for the pinned pool), this machine has {pretty(free)} free"
+            f"the run needs {pretty(need)} of memory ({pretty(plan.summary.peak_hbm_bytes)} for {devices}, "
+            f"{pretty(pool)} for its pinned pool), this machine has {pretty(free)} free"
         )
         raise RunError(what, where="host memory", hint="end other programs, or lower the workload of the job")
 

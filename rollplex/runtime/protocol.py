@@ -40,10 +40,14 @@ CONTROLLER = ProcessId("controller", 0)
 
 @dataclass(frozen=True)
 class Assign:
-    """Who the process is and what it runs; the descriptors are those of the shared ledgers, device then host."""
+    """Who the process is, what it runs, and the directory in which ranks find each other.
+
+    The descriptors are those of the shared ledgers, device then host.
+    """
 
     process: ProcessId
     plan: dict[str, Any]
+    meeting: str
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Report:
 
 
 def times_by_window(plan: Plan, spans: Sequence[Span]) -> list[WindowTime]:
-    """Seconds of each window of the training rank, means over iterations."""
+    """Seconds of each window of the first training rank, means over iterations."""
     own = [span for span in spans if span.process == TRAIN]
     iterations = max(1, len({span.iteration for span in own}))
     rows = []
@@ -117,11 +117,11 @@ def times_by_window(plan: Plan, spans: Sequence[Span]) -> list[WindowTime]:
 
 
 def measured_overlap(spans: Iterable[Span]) -> Overlap:
-    """Decode, prefix, and prefix during decode, means over iterations."""
+    """Decode, prefix, and prefix during decode on the first GPU, means over iterations."""
     prefix: dict[int, list[Interval]] = {}
     decode: dict[int, list[Interval]] = {}
     for span in spans:
-        if isinstance(span.step, Run) and span.step.task in ("prefix", "generate"):
+        if span.process.rank == 0 and isinstance(span.step, Run) and span.step.task in ("prefix", "generate"):
             into = prefix if span.step.task == "prefix" else decode
             into.setdefault(span.iteration, []).append((span.start_ns, span.stop_ns))
     if not decode:
@@ -132,17 +132,17 @@ def measured_overlap(spans: Iterable[Span]) -> Overlap:
     return Overlap(*(fmean(column) / 1e9 for column in zip(*each, strict=True)))
 
 
-class MemoryLog:
-    """Collects the ledger logs of all iterations into the largest figure of each window and object."""
+@dataclass
+class _Device:
+    """The largest figure of each window and object on one GPU."""
 
-    def __init__(self) -> None:
-        self.peaks: dict[str, dict[str, int]] = {}
-        self.touched: dict[str, dict[str, int]] = {}
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    touched: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add(self, reports: Mapping[ProcessId, EngineReport]) -> None:
-        """One iteration's logs; windows are the training rank's."""
+    def add(self, reports: Mapping[str, EngineReport]) -> None:
+        """One iteration's logs by process kind; windows are the training rank's."""
         events = [event for report in reports.values() for event in report.events]
-        marks = reports[TRAIN].marks
+        marks = reports["train"].marks
         for into, found in (
             (self.peaks, bytes_by_window(events, marks)),
             (self.touched, touched_by_window(events, marks)),
@@ -151,12 +151,9 @@ class MemoryLog:
                 kept = into.setdefault(window, {})
                 kept.update({name: max(kept.get(name, 0), nbytes) for name, nbytes in rows.items()})
 
-    def windows(self, plan: Plan) -> list[WindowBytes]:
-        """Planned and measured totals of the plan's windows."""
-        return [
-            WindowBytes(window.name, window.hbm_bytes, self.peaks.get(window.name, {}).get(TOTAL, 0))
-            for window in plan.summary.windows
-        ]
+    def windows(self, plan: Plan) -> list[int]:
+        """Measured totals of the plan's windows."""
+        return [self.peaks.get(window.name, {}).get(TOTAL, 0) for window in plan.summary.windows]
 
     def objects(self, plan: Plan) -> list[ObjectBytes]:
         """Planned and measured bytes of every object that either side has, window by window."""
@@ -168,6 +165,36 @@ class MemoryLog:
                 measured = self.touched.get(window.name, {}).get(name, 0) if temporary else held.get(name, 0)
                 rows.append(ObjectBytes(window.name, name, window.by_object.get(name, 0), measured, temporary))
         return rows
+
+
+class MemoryLog:
+    """The ledger logs of all iterations, GPU by GPU; its figures are of the GPU that differs most from the plan."""
+
+    def __init__(self) -> None:
+        self.devices: dict[int, _Device] = {}
+
+    def add(self, reports: Mapping[ProcessId, EngineReport]) -> None:
+        """One iteration's logs."""
+        for gpu in sorted({process.rank for process in reports}):
+            own = {process.kind: report for process, report in reports.items() if process.rank == gpu}
+            self.devices.setdefault(gpu, _Device()).add(own)
+
+    def windows(self, plan: Plan) -> list[WindowBytes]:
+        """Planned and measured totals of the plan's windows."""
+        measured = zip(*(device.windows(plan) for device in self.devices.values()), strict=True)
+        rows = zip(plan.summary.windows, measured, strict=True)
+        return [WindowBytes(w.name, w.hbm_bytes, max(m, key=lambda n: abs(n - w.hbm_bytes))) for w, m in rows]
+
+    def objects(self, plan: Plan) -> list[ObjectBytes]:
+        """Planned and measured bytes of every object that a GPU or the plan has, window by window."""
+        rows: dict[tuple[str, str], ObjectBytes] = {}
+        for device in self.devices.values():
+            for row in device.objects(plan):
+                kept = rows.setdefault((row.window, row.object), row)
+                worse = (kept.as_planned, -abs(kept.measured - kept.planned))
+                if (row.as_planned, -abs(row.measured - row.planned)) < worse:
+                    rows[row.window, row.object] = row
+        return list(rows.values())
 
 
 def write_report(report: Report, path: Path) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rollplex.backends.host.ledger import Ledger
@@ -26,6 +28,7 @@ from rollplex.runtime.controller import Controller
 from rollplex.runtime.crew import Crew
 from rollplex.runtime.events import EnginesReady, IterationDone, Progress, Stopping, silent
 from rollplex.runtime.feed import Feed
+from rollplex.runtime.gathering import agreed_digests, merged_metrics
 from rollplex.runtime.interrupt import Interrupt
 from rollplex.runtime.metrics import MetricsWriter, draw_curve
 from rollplex.runtime.preflight import HOST_FUNCTION, check_hosts, check_machine, check_plan, make_feed
@@ -95,7 +98,7 @@ class _Run:
             (self.out_dir / "logs").mkdir()
             with Crew(self._processes(), self.out_dir / "logs", self.job.run.threads) as crew:
                 tasks = BackgroundTasks(self.feed)
-                controller = Controller(self.plan, crew, tasks, self.job.run.silent_s, self.progress)
+                controller = Controller(self.plan, self.job, crew, tasks, self.progress)
                 tasks.pump = controller.pump
                 result = self._drive(controller)
             self._write(controller)
@@ -115,18 +118,25 @@ class _Run:
         return [ProcessId(kind, rank) for kind, process in kinds.items() for rank in range(process.ranks)]
 
     def _drive(self, controller: Controller) -> RunResult:
-        summary = self.plan.summary
-        device = Ledger.create("device 0", summary.capacity_bytes, process="controller")
-        host = Ledger.create(HOST, summary.host_capacity_bytes, process="controller")
-        with closing(device), closing(host):
-            controller.start(lambda: (device.export(), host.export()))
+        with ExitStack() as stack, TemporaryDirectory(prefix="rollplex-") as meeting:
+            ledgers = [self._ledgers(gpu) for gpu in range(self.job.gpus)]
+            for ledger in chain.from_iterable(ledgers):
+                stack.enter_context(closing(ledger))
+            controller.start(lambda gpu: [ledger.export() for ledger in ledgers[gpu]], Path(meeting))
         self.progress(EnginesReady(self.job.run.steps))
         self._iterate(controller)
-        answers = controller.ask(Ask("digests"))
+        digests = agreed_digests(self.job, controller.ask(Ask("digests")))
         final = self._save(controller)
         controller.stop()
-        digests = {name: value for answer in answers.values() for name, value in answer.items()}
         return RunResult(self.report, digests, controller.facts, self.out_dir, final)
+
+    def _ledgers(self, gpu: int) -> tuple[Ledger, Ledger]:
+        """What counts the bytes of one GPU, and of its share of the pinned pool."""
+        summary = self.plan.summary
+        return (
+            Ledger.create(f"device {gpu}", summary.capacity_bytes, process="controller"),
+            Ledger.create(HOST, summary.host_capacity_bytes, process="controller"),
+        )
 
     def _iterate(self, controller: Controller) -> None:
         with (
@@ -141,10 +151,7 @@ class _Run:
                 self.report.ended = "interrupted"
 
     def _note(self, controller: Controller, writer: MetricsWriter, seconds: float) -> None:
-        metrics = dict(self.feed.metrics)
-        for report in controller.reports.values():
-            metrics |= report.metrics
-        metrics["step_s"] = seconds
+        metrics = self.feed.metrics | merged_metrics(controller.reports.values()) | {"step_s": seconds}
         self.memory.add(controller.reports)
         self.report.metrics.append(metrics)
         writer.write(self.done, metrics)

@@ -31,7 +31,6 @@ from rollplex.runtime.protocol import (
     Exported,
     Failed,
     Finished,
-    ProcessId,
     Ready,
     Stop,
 )
@@ -61,7 +60,7 @@ def _serve(link: ChildLink) -> None:
     job = Job.model_validate(plan.job)
     link.silent_after(job.run.silent_s)
     be_deterministic(job.run.threads, job.run.seed)
-    engine = build_engine(plan, job, assign.process, fds)
+    engine = build_engine(plan, job, assign, fds)
     state = engine_state(assign.process, plan, job, link, engine)
     _share(link, plan, state)
     link.send(Ready(engine.ready()))
@@ -79,10 +78,11 @@ def be_deterministic(threads: int, seed: int) -> None:
     fill_memory.fill_uninitialized_memory = False  # costs time, and our results do not read what they did not write
 
 
-def build_engine(plan: Plan, job: Job, process: ProcessId, fds: list[int]) -> Engine:
+def build_engine(plan: Plan, job: Job, assign: Assign, fds: list[int]) -> Engine:
     """The backend's engine for this process; `fds` are the ledgers of the device and of the host."""
+    process = assign.process
     backend = import_module(f"rollplex.backends.{plan.processes[process.kind].engine}.engine")
-    return backend.build(plan, job, process.kind, process.rank, fds)
+    return backend.build(plan, job, process.kind, process.rank, fds, Path(assign.meeting))
 
 
 def _share(link: ChildLink, plan: Plan, state: ProcessState) -> None:

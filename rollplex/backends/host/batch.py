@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ class PromptBatch:
 
     prompts: tuple[Prompt, ...]
     eos: tuple[int, ...]
+
+    def of(self, prompts: range) -> PromptBatch:
+        """These prompts alone."""
+        return PromptBatch(self.prompts[prompts.start : prompts.stop], self.eos)
+
+    def seen_by(self, prompts: range) -> PromptBatch:
+        """All prompts, with the patches of these alone: nobody runs a prompt of another rank."""
+        return PromptBatch(
+            tuple(p if i in prompts else replace(p, pixel_values=None) for i, p in enumerate(self.prompts)), self.eos
+        )
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from rollplex.backends.collectives import Groups
 from rollplex.backends.engine import Engine
 from rollplex.backends.host.roller import RolloutEngine
 from rollplex.backends.host.trainer import TrainEngine
 from rollplex.ir.job import Job
+from rollplex.ir.placement import seat
 from rollplex.ir.plan import Plan
 
 
-def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int]) -> Engine:
-    """The engine of one process; `fds` are the ledgers of its device and of the host."""
-    process = f"{kind} {rank}"
-    return TrainEngine(plan, job, process, fds) if kind == "train" else RolloutEngine(plan, job, process, fds)
+def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meeting: Path) -> Engine:
+    """The engine of one process; `fds` are the ledgers of its device and of the host, ranks meet in `meeting`."""
+    process, here = f"{kind} {rank}", seat(job, kind, rank)
+    if kind == "rollout":
+        return RolloutEngine(plan, job, here, process, fds)
+    groups = Groups.join(job, kind, rank, plan.processes[kind].ranks, meeting)
+    return TrainEngine(plan, job, here, groups, process, fds)

@@ -18,9 +18,13 @@ from rollplex.ir.plan import Plan
 
 
 class StepLoss:
-    """Collects detached scores [1, group, response] by group; evaluates and backpropagates the loss of each group."""
+    """Collects detached scores [1, group, response] by group; evaluates and backpropagates the loss of each group.
 
-    def __init__(self, plan: Plan) -> None:
+    A group is one of the rank's `prompts`, by its number there; what comes from outside has all prompts of the step.
+    """
+
+    def __init__(self, plan: Plan, prompts: range) -> None:
+        self._own = prompts
         (self._plan,) = plan.losses.values()  # a plan for this backend trains one role
         self.prompts = next(record.name for record in plan.graph if record.op == "input")
         self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
@@ -42,16 +46,22 @@ class StepLoss:
         """The scores of a node so far [prompt, group, response]."""
         return torch.cat([scores for _, scores in sorted(self._scores[node].items())])
 
+    def _cut(self, name: str, value: Any) -> Any:
+        """The rows of the rank's prompts; scores of its own models have no others."""
+        if name in self._scores:
+            return value
+        return value[self._own.start : self._own.stop] if isinstance(value, Tensor) else value.of(self._own)
+
     def backward(self, node: str, group: int, logprobs: Tensor, inputs: Mapping[str, Any]) -> None:
         """The loss of one group and its backward; RunError when it is not finite."""
         if self._rows is None:
             wide = wide_values(self._plan, inputs)
-            self._rows = row_values(self._plan, inputs, wide)
+            self._rows = row_values(self._plan, {n: self._cut(n, value) for n, value in inputs.items()}, wide)
         loss = group_loss(self._plan, self._rows, {node: logprobs}, group)
         value = float(loss.detach())
         if not torch.isfinite(loss.detach()):
             raise RunError(
-                f"the loss of prompt group {group} is {value}",
+                f"the loss of prompt group {self._own[group]} is {value}",
                 where=f"%{self._plan.loss}",
                 hint="look for log-probabilities of -inf, a division by zero, or a reward that is not finite",
             )

@@ -18,6 +18,7 @@ from rollplex.backends.host.planned import PlannedObjects
 from rollplex.backends.host.replica import Replica
 from rollplex.backends.host.rollout import Rollout, generate
 from rollplex.ir.job import Job
+from rollplex.ir.placement import Seat
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Rebuild, Run
 
@@ -27,13 +28,14 @@ KV = "rollout.kv"
 class RolloutEngine:
     """`Engine` of a rollout rank; its weights are imported, read-only, and never copied."""
 
-    def __init__(self, plan: Plan, job: Job, process: str, fds: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, job: Job, seat: Seat, process: str, fds: Sequence[int]) -> None:
         self.job = job
         self.dtype = DTYPES[job.model.dtype]
         self._owner = f"train {process.rpartition(' ')[2]}"
         self._objects = PlannedObjects(plan, "rollout", process, fds)
         self._replica = Replica(job, job.policy, self._objects, trained=False)
-        self._generator = torch.Generator()
+        self._seat = seat
+        self._dice = [torch.Generator() for _ in seat.prompts]
         self._sampled: str = ""
         self._metrics: dict[str, float] = {}
         self._objects.start()
@@ -55,14 +57,15 @@ class RolloutEngine:
         return None
 
     def begin(self, iteration: int) -> None:
-        self._generator.manual_seed(_mixed(self.job.run.seed, iteration))
+        for die, prompt in zip(self._dice, self._seat.prompts, strict=True):
+            die.manual_seed(_mixed(_mixed(self.job.run.seed, iteration), prompt))
         self._objects.measuring = iteration == 0
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
         (prompts,) = (inputs[name] for name in step.inputs)
         started = time.monotonic()
-        rollout = self._generate(prompts)
+        rollout = self._generate(prompts.of(self._seat.prompts))
         self._note(rollout, time.monotonic() - started)
         return dict.fromkeys(step.outputs, rollout)
 
@@ -74,7 +77,7 @@ class RolloutEngine:
 
     def finish(self) -> EngineReport:
         events, marks = self._objects.take_log()
-        return EngineReport(self._metrics, tuple(events), tuple(marks))
+        return EngineReport(self._metrics, events=tuple(events), marks=tuple(marks))
 
     def save(self, path: Path) -> None:
         raise AssertionError("the training rank saves")
@@ -93,7 +96,7 @@ class RolloutEngine:
             job.group,
             job.workload.response_tokens,
             job.run.temperature,
-            self._generator,
+            self._dice,
             self._objects.pages(KV, self.dtype),
             eos=prompts.eos,
         )
@@ -110,9 +113,9 @@ class RolloutEngine:
         self._sampled = digest(state, rollout.tokens, rollout.lengths, rollout.logprobs)
 
 
-def _mixed(seed: int, iteration: int) -> int:
-    """A seed for one iteration, far from those of its neighbours (splitmix64)."""
-    x = (seed + (iteration + 1) * 0x9E3779B97F4A7C15) % 2**64
+def _mixed(seed: int, number: int) -> int:
+    """A seed for one iteration or prompt, far from those of its neighbours (splitmix64)."""
+    x = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return (x ^ (x >> 31)) % 2**63

@@ -38,6 +38,21 @@ class Rollout:
         """Which positions hold a token [prompts, n, max_tokens]."""
         return torch.arange(self.tokens.shape[-1]) < self.lengths[..., None]
 
+    def of(self, prompts: range) -> Rollout:
+        """The responses to these prompts alone."""
+        cut = slice(prompts.start, prompts.stop)
+        return Rollout(self.tokens[cut], self.lengths[cut], self.logprobs[cut])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The parts of several engines, in the order of their prompts."""
+        fields = zip(*((p.tokens, p.lengths, p.logprobs) for p in parts), strict=True)
+        return cls(*(torch.cat(same) for same in fields))
+
+    def same_as(self, other: Rollout) -> bool:
+        """Whether both hold the same tokens; log-probabilities may differ by the order of sums."""
+        return torch.equal(self.tokens, other.tokens) and torch.equal(self.lengths, other.lengths)
+
     def responses(self, prompt: int) -> list[Tensor]:
         """The n responses of a prompt, each as long as it is."""
         return [t[:k] for t, k in zip(self.tokens[prompt], self.lengths[prompt].tolist(), strict=True)]
@@ -50,7 +65,7 @@ def generate(
     n: int,
     max_tokens: int,
     temperature: float,
-    generator: torch.Generator,
+    dice: Sequence[torch.Generator],
     kv: Tensor,
     *,
     eos: Sequence[int],
@@ -60,11 +75,13 @@ def generate(
 
     `kv` is flat memory of the caller's in the model's dtype that holds all keys and values (sizes.rollout_kv_bytes at
     most); raises OutOfMemory with the shortfall. `on_step(step, live rows)` is called after every prefill (step 0) and
-    every decode step. The same generator state, weights and thread count give the same bits.
+    every decode step. `dice` has a generator for each prompt:
+    what a prompt samples does not depend on which others share its engine. The same generator states, weights, prompts
+    and thread count give the same bits.
     """
     cache = _Cache(model, prompts, n, max_tokens, kv)
     rows = len(prompts) * n
-    dice = torch.rand(rows, max_tokens, generator=generator, dtype=torch.float64)
+    thrown = torch.cat([torch.rand(n, max_tokens, generator=die, dtype=torch.float64) for die in dice])
     for slot, prompt in zip(cache.prefixes, prompts, strict=True):
         run_prefix(model, prompt, slot, attached=False)
         on_step(0, rows)
@@ -74,7 +91,7 @@ def generate(
     for step in range(max_tokens):
         live = cache.live
         logits = _decode(model, cache, current, step)
-        current = _sample(logits, temperature, dice[live, step])
+        current = _sample(logits, temperature, thrown[live, step])
         tokens[live, step] = current
         logprobs[live, step] = token_logprobs(logits, current, temperature or 1.0)
         ended = torch.isin(current, torch.tensor(eos))

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rollplex.backends.collectives import Groups
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.host.loss import StepLoss
@@ -29,6 +30,7 @@ from rollplex.backends.host.suffix import boundary_leaf, suffix_logprobs
 from rollplex.backends.host.weights import save_weights
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
+from rollplex.ir.placement import Seat
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Rebuild, Run
 
@@ -44,16 +46,17 @@ class Group:
 class TrainEngine:
     """`Engine` of a training rank: holds the trained role and every frozen one."""
 
-    def __init__(self, plan: Plan, job: Job, process: str, fds: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, job: Job, seat: Seat, groups: Groups, process: str, fds: Sequence[int]) -> None:
         self.plan = plan
         self.job = job
+        self._prompts, self._ranks = seat.prompts, groups
         self.role = job.policy
         self.dtype = DTYPES[job.model.dtype]
         self.state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._objects = PlannedObjects(plan, "train", process, fds)
         roles = [name for name, role in job.roles.items() if role.train or role.score]
         self._replicas = {role: Replica(job, role, self._objects, role == self.role) for role in roles}
-        self._loss = StepLoss(plan)
+        self._loss = StepLoss(plan, seat.prompts)
         self._groups: dict[int, Group] = {}
         self._accumulate()
         self._objects.start()
@@ -88,7 +91,7 @@ class TrainEngine:
         self._groups.clear()
         self._objects.window(IDLE)
         events, marks = self._objects.take_log()
-        return EngineReport({"loss": self._loss.total}, tuple(events), tuple(marks))
+        return EngineReport(sums={"loss": self._loss.total}, events=tuple(events), marks=tuple(marks))
 
     def save(self, path: Path) -> None:
         try:
@@ -104,6 +107,7 @@ class TrainEngine:
     def close(self) -> None:
         self._groups.clear()
         self._objects.close()
+        self._ranks.close()
 
     # ---- tasks
 
@@ -122,7 +126,10 @@ class TrainEngine:
         return {name: self._loss.scored(name) for name in step.outputs}
 
     def exchange(self, step: Exchange) -> None:
-        raise AssertionError("one training rank has nobody to exchange with")
+        """Gradients of all data-parallel ranks are summed: each has its prompts' part of the step's loss."""
+        assert (step.group, step.op) == ("dp", "all_reduce"), f"{step} is no exchange of whole models"
+        trained = sum(t.numel for t in trained_tensors(self.job, self.role))
+        self._ranks.all_reduce("dp", self._objects.current(step.object, self.state_dtype)[:trained])
 
     def rebuild(self, step: Rebuild) -> None:
         raise AssertionError("host engines order every tensor alike")
@@ -131,7 +138,7 @@ class TrainEngine:
         attached = step.role == self.role
         result = run_prefix(
             self._replicas[step.role].model,
-            inputs[self._loss.prompts][step.microbatch],
+            inputs[self._loss.prompts][self._prompts[step.microbatch]],
             self._boundary_slot(step.role, step.microbatch),
             attached=attached,
             saved=self._saved_policy(step) if attached else None,
@@ -170,7 +177,7 @@ class TrainEngine:
 
     def _parts(self, step: Run, inputs: Mapping[str, Any]) -> list[list[Tensor]]:
         """The responses of a group, as many at a time as the plan has room for."""
-        responses = inputs[self._loss.rollout].responses(step.microbatch)
+        responses = inputs[self._loss.rollout].responses(self._prompts[step.microbatch])
         size = self.plan.summary.chunks.microbatch.suffix_responses
         return [responses[i : i + size] for i in range(0, len(responses), size)]
 

@@ -133,8 +133,10 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
     told = facts.plan.not_executable
     sections = [s for role in job.roles.values() for s in (role.train, role.score, role.rollout) if s]
     asked = [f"engine {e}" for e in sorted({s.engine for s in sections}) if not engine(e).runs]
-    if job.on_host and job.gpus > 1:
-        asked.append(f"{job.gpus} GPUs")
+    if job.cluster.nodes > 1:
+        asked.append(f"{job.cluster.nodes} nodes")
+    if (cut := max(s.tensor_parallel for s in sections)) > 1:
+        asked.append(f"tensor_parallel {cut}")
     if job.schedule in ("naive", "disaggregated") or job.ablate:
         asked.append(f"schedule {job.schedule}")
     if job.workload.rollout.kind != "full":

@@ -1,0 +1,95 @@
+"""Groups of ranks that meet in collectives: gloo between the processes of one machine.
+
+tp   ranks of one copy of the model, or of one rollout engine          parts of every tensor
+dp   the same part in every copy                                       gradients are reduced
+q    training ranks whose slabs make up one rollout shard              slabs are gathered, in place
+
+A process whose kind has one rank joins nothing. Every wait ends when the last rank of the group has come, and gives up
+after the job's run.silent_s; a rank that dies ends it for the others at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rollplex.ir.errors import PeerError
+from rollplex.ir.job import Job
+from rollplex.ir.placement import Seat, seat
+
+
+def groups_of(job: Job, kind: str, ranks: int) -> dict[str, list[list[int]]]:
+    """The groups of a process kind by name: lists of its ranks, each rank in at most one of a name."""
+    seats = [seat(job, kind, rank) for rank in range(ranks)]
+    found = {"tp": _grouped(seats, lambda s: (s.copy,)), "dp": _grouped(seats, lambda s: (s.tp,))}
+    if kind == "train" and job.q:
+        found["q"] = _grouped(seats, lambda s: (s.copy, s.tp // job.q))
+    return {name: [group for group in groups if len(group) > 1] for name, groups in found.items()}
+
+
+def _grouped(seats: Sequence[Seat], key: Callable[[Seat], tuple[int, ...]]) -> list[list[int]]:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for s in seats:
+        found.setdefault(key(s), []).append(s.gpu)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one rank. A name that it is in no group of is a group of itself."""
+
+    rank: int = 0
+    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    _groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, job: Job, kind: str, rank: int, ranks: int, meeting: Path) -> Groups:
+        """Meet the other ranks of the kind in the directory `meeting`; all of them must call this."""
+        if ranks == 1:
+            return cls()
+        limit = timedelta(seconds=job.run.silent_s)
+        with _waiting(f"the {ranks} {kind} ranks"):
+            place = f"file://{(meeting / kind).absolute()}"
+            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=limit)
+            members, groups = {}, {}
+            for name, of_name in groups_of(job, kind, ranks).items():
+                for group in of_name:  # every rank makes every group, in the same order
+                    made = dist.new_group(group, timeout=limit)
+                    if rank in group:
+                        members[name], groups[name] = tuple(group), made
+        return cls(rank, members, groups)
+
+    def size(self, name: str) -> int:
+        """Ranks of the group."""
+        return len(self.members.get(name, (self.rank,)))
+
+    def place(self, name: str) -> int:
+        """This rank's number in the group."""
+        return self.members.get(name, (self.rank,)).index(self.rank)
+
+    def all_reduce(self, name: str, values: torch.Tensor) -> None:
+        """Sum over the group, in place; every rank gets the same bits."""
+        if name in self._groups:
+            with _waiting(f"{name} group {self.members[name]}"):
+                dist.all_reduce(values, group=self._groups[name])
+
+    def close(self) -> None:
+        """Leave all groups."""
+        if self._groups or dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """gloo reports a lost or late rank as a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as err:
+        hint = "look at the logs of the other ranks: one has ended, or is slower than run.silent_s allows"
+        raise PeerError(f"a collective failed: {str(err).splitlines()[0]}", where=what, hint=hint) from None
