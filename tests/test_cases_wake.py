@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from cases.judge import judge
+from cases.table import CASES
 from mutants.edit import insert, objects, place, put, steps, summarise
 from tinyplan import tiny_plan
 
@@ -75,6 +77,18 @@ def test_a_transition_in_the_wrong_order_is_refused(fault: str) -> None:
     sound = tiny_plan("apart")
     assert not check_plan(sound)
     assert rule in {v.kind for v in check_plan(make(sound))}
+
+
+def test_kv_that_wakes_before_the_weights_are_written_does_not_fit() -> None:
+    """Row 14: its plan fits; with the KV cache mapped beside the weights, before they are written, it is over."""
+    plan = judge(next(c for c in CASES if c.row == 14)).plan
+    assert plan is not None
+    assert plan.feasible
+    assert not check_plan(plan)
+    at = 1 + next(i for _, i, s in steps(plan, Map, Fetch, process="rollout") if s.window == "P3 publish")
+    window = "P3 publish"
+    at_once = insert(plan, "rollout", at, Map(window=window, object=KV), Unmap(window=window, object=KV))
+    assert "capacity" in {v.kind for v in check_plan(at_once)}
 
 
 def test_a_whole_sleep_and_wake_is_legal_where_the_host_has_room() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollplex.ir.plan import Plan
+from rollplex.ir.planned_job import job_of
 
 Observed = Literal["failed", "worked"]
 Verdict = Literal["refused", "infeasible", "warned", "fits"]
@@ -52,6 +53,22 @@ def gib(*names: str) -> Callable[[Plan], float]:
     return lambda plan: sum(plan.object(name).bytes for name in names) / 2**30
 
 
+def kv_of(tokens: int) -> Callable[[Plan], float]:
+    """GiB that a sequence of so many tokens takes of a GPU's KV cache."""
+
+    def read(plan: Plan) -> float:
+        job = job_of(plan)
+        return tokens * job.spec.kv_bytes_per_token(job.rollout_tp, job.itemsize) / 2**30
+
+    return read
+
+
+def node_gb(plan: Plan) -> float:
+    """GB of a node's host memory that are taken, less the controller's."""
+    node = plan.summary.node
+    return (node.total_bytes - node.process_bytes / 17 - plan.summary.batch_bytes) / 10**9
+
+
 def states(*roles: str, tower: str = "") -> Callable[[Plan], float]:
     """GiB of weights, gradients and moments of some roles, and of a tower's weights."""
     names = [f"{role}.{part}" for role in roles for part in ("snapshot", "gradients", "moments")]
@@ -71,6 +88,10 @@ CASES: tuple[Case, ...] = (
         4, "04_microbatch_too_large", "failed", "warned",
         says=("are left in P2 train-actor: fragmentation of the trainer's allocator is not counted",),
     ),
+    Case(
+        8, "08_default_microbatch", "failed", "warned", algorithm="dapo",
+        says=("are left in P1 decode: fragmentation of the trainer's allocator is not counted",),
+    ),
     Case(9, "09_vlm_r1_32b_h800x64", "worked", "fits"),
     Case(
         10, "10_qwq_32b_h20x8", "failed", "infeasible", says=("rollout BF16 weights", "in P1 decode"),
@@ -85,6 +106,10 @@ CASES: tuple[Case, ...] = (
         says=("0.95 of 39.4 GiB is 37.4 GiB: weights 35.2 GiB", "less than nothing", "a larger tensor_parallel"),
     ),
     Case(
+        14, "14_staged_wake", "failed", "fits",
+        ours_now="weights are written before the KV cache is mapped; a plan of the other order is refused",
+    ),
+    Case(
         16, "16_asleep_tp1", "worked", "fits",
         figures=(Figure("MiB of an engine that sleeps", lambda p: 1024 * gib("rollout.context")(p), 774, 0.01),),
     ),
@@ -92,7 +117,30 @@ CASES: tuple[Case, ...] = (
         16, "16_asleep_tp2", "worked", "fits",
         figures=(Figure("MiB, with NCCL's least", lambda p: 1024 * gib("rollout.context")(p), 774 + 840, 0.01),),
     ),
+    Case(
+        18, "18_235b_whole_context", "failed", "refused", algorithm="dapo",
+        says=("0.9 of 79.3 GiB is 71.4 GiB: weights 56.0 GiB", "one sequence of 262144 tokens takes 11.8 GiB"),
+    ),
+    Case(
+        18, "18_235b_41960", "worked", "fits", algorithm="dapo",
+        figures=(
+            Figure("GiB of weights a GPU", gib("rollout.weights"), 54.87, 0.001),
+            Figure("GiB of KV of 41960 tokens", kv_of(41960), 1.88, 0.01),
+            Figure("GiB of KV of the whole context", kv_of(262144), 11.75, 0.001),
+        ),
+    ),
     Case(20, "20_logits_of_one_trajectory", "failed", "infeasible", says=("training activations",)),
+    Case(
+        24, "24_host_96gb", "failed", "infeasible",
+        says=("the host memory of a node is 89.4 GiB", "cluster.host_memory_gb=108"),
+        figures=(Figure("GB a process of each GPU", lambda p: node_gb(p) / 8, 11.2, 0.15),),
+    ),
+    Case(24, "24_host_1tb", "worked", "fits"),
+    Case(
+        24, "24_eight_engines_asleep", "failed", "fits",
+        figures=(Figure("GiB a node of 8 that sleep", lambda p: 8 * gib("rollout.weights")(p), 113.5, 0.001),),
+        ours_now="killed as 24 processes a node load their models, before any step; a plan begins behind that",
+    ),
     Case(
         26, "26_heads_not_divided", "failed", "refused",
         says=("does not divide the 28 attention heads", "by heads alone 1, 2, 4, 7, 14, 28 would do"),
