@@ -15,12 +15,18 @@ Korthikanti et al. 2022 (arXiv 2205.05198) count the same for a GPT layer with d
 2 h and 3 a s are dropout's; Megatron-LM's theoretical_memory_usage.py writes 18 + 4 F / h where sequence parallelism
 and selective recomputation are on. The head holds logits in bf16, their fp32 copy, softmax, the entropy's softmax, and
 both gradients. Experts are taken as evenly loaded: each rank works on as many tokens as it sends out.
+
+With LoRA of rank r every pair adds what A gives, r i, which no rank cuts: B is cut along its rows. What A reads
+are the inputs of the layers, in the lines above: where sequence parallelism cuts them they are gathered again in the
+backward, as Megatron-Bridge does under sequence_parallel_input_regather.
 """
 
 from __future__ import annotations
 
+from rollplex.ir.adapters import TARGET_OF
 from rollplex.ir.work import Work
 
+PARTS = {"qkv": 3, "gate_up": 2, "expert_gate_up": 2}  # that have a pair each where the engine does not fuse them
 ROUTER_BYTES = 8  # an expert: its logit and its probability, both FP32
 LOGIT_COPIES, LOGIT_FP32_COPIES = 2, 4  # logits and their gradient; their FP32 copy, two softmaxes, its gradient
 
@@ -37,7 +43,7 @@ def attention_bytes(work: Work, context: int) -> int:
     """Saved by attention and the norms around it; `context` is what a token's query can see."""
     s, i = work.spec, work.itemsize
     qkv = (2 * s.heads + 2 * s.kv_heads) * s.head_dim * i
-    return _hidden(work, 4) + qkv // work.tp + saved_scores_bytes(work, context)
+    return _hidden(work, 4) + qkv // work.tp + saved_scores_bytes(work, context) + adapter_bytes(work, "qkv", "o")
 
 
 def saved_scores_bytes(work: Work, context: int) -> int:
@@ -54,7 +60,7 @@ def scores_bytes(work: Work, context: int) -> int:
 
 def dense_bytes(work: Work) -> int:
     """Saved by a dense feed-forward."""
-    return 4 * work.spec.ffn * work.itemsize // work.tp
+    return 4 * work.spec.ffn * work.itemsize // work.tp + adapter_bytes(work, "gate_up", "down")
 
 
 def moe_bytes(work: Work) -> int:
@@ -62,7 +68,18 @@ def moe_bytes(work: Work) -> int:
     moe, i = work.spec.moe, work.itemsize
     if moe is None:
         return 0
-    return ROUTER_BYTES * moe.experts + moe.per_token * (2 * work.spec.hidden + 4 * moe.ffn // work.tp) * i
+    experts = moe.per_token * (2 * work.spec.hidden + 4 * moe.ffn // work.tp) * i
+    adapters = moe.per_token * adapter_bytes(work, "expert_gate_up", "expert_down")
+    return ROUTER_BYTES * moe.experts + experts + adapters
+
+
+def adapter_bytes(work: Work, *names: str) -> int:
+    """What the matrices A beside these classes of weights give, a token; none without LoRA."""
+    adapters = work.adapters
+    if adapters is None:
+        return 0
+    pairs = sum(1 if n in adapters.fused else PARTS.get(n, 1) for n in names if TARGET_OF[n] in adapters.targets)
+    return pairs * adapters.rank * work.itemsize
 
 
 def layer_bytes(work: Work, context: int) -> int:

@@ -44,6 +44,8 @@ class EngineFacts(Protocol):
     """Fused weights that the engine as it comes holds as one parameter: two views need a module of our own."""
     reindexes: frozenset[str]
     """Fused weights that may lie in another row order: the engine re-indexes what they give (`qkv`, `gate_up`)."""
+    adapter_ranks: tuple[int, ...]
+    """Ranks for which a rollout engine makes room when it serves LoRA adapters; empty where it does for any."""
 
     def profile_bytes(self, serving: Serving) -> int:
         """Peak of a rollout engine's profile run beside weights, with CUDA graphs; asked under a share of memory."""

@@ -39,6 +39,7 @@ from rollplex.ir.job_schema import (
     named_model,
 )
 from rollplex.ir.job_text import describe
+from rollplex.ir.lora import merges
 from rollplex.ir.models import ModelSpec, config_file, load_model, model_label, spec_from_config
 from rollplex.ir.serving import kv_cache_bytes, runtime_bytes
 from rollplex.ir.shards import Degrees
@@ -231,7 +232,7 @@ class Job(Section):
     @property
     def shares_weights(self) -> bool:
         """Whether the rollout engine reads the weights that the policy's trainer updates."""
-        return not (self.disaggregated or self.whole_sequences(self.policy))
+        return not (self.disaggregated or self.whole_sequences(self.policy) or merges(self))
 
     def whole_sequences(self, role: str) -> bool:
         """Whether a role's engine runs every response with its prompt before it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from rollplex.ir.engines import Work, can, engine, engine_names
 from rollplex.ir.errors import JobError, PluginError
 from rollplex.ir.findings import Finding, KeyPath
+from rollplex.ir.lora_checks import lora_rules
 from rollplex.ir.parallel_checks import degrees, parallel_notes
 from rollplex.ir.serving_checks import kv_rules, serving_notes, serving_rules
 
@@ -32,7 +33,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     if not bad_roles and not bad_pools:
         findings += [*_ratio(job), *_batches(job), *_sampled(job)]
     if not bad_roles and not no_model:
-        findings += serving_rules(job)
+        findings += [*serving_rules(job), *lora_rules(job)]
     if not findings:
         findings += kv_rules(job)
     return tuple(findings)
@@ -102,7 +103,7 @@ def _roles(job: Job) -> Iterator[Finding]:
         if role.rollout and role.model:
             what = f"`{name}` is sampled from, so its model is the job's"
             yield Finding((*here, "model"), what, "name it under `model` at the top")
-        if role.train and set(role.freeze) == {"vision", "language"}:
+        if role.train and set(role.freeze) == {"vision", "language"} and not role.lora:
             yield Finding((*here, "freeze"), f"every part of `{name}` is frozen, so there is nothing to train")
     policies = [name for name, role in job.roles.items() if role.train and role.rollout]
     if not policies:

@@ -21,6 +21,7 @@ Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "wei
 Part = Literal["vision", "language"]
 Recompute = Literal["none", "selective", "full"]
 LayoutOrder = Literal["stock", "reindex", "auto"]
+Target = Literal["qkv", "o", "gate_up", "down"]
 
 
 MAX_CHUNKS = 4096
@@ -54,6 +55,15 @@ def named_model(data: Any) -> Any:
     if isinstance(data, dict) and isinstance(data.get("model"), str):
         return {**data, "model": {"name": data["model"]}}
     return data
+
+
+def frozen_tower(data: Any) -> Any:
+    """A role with adapters whose `freeze` names the vision tower: they are the language model's."""
+    if not isinstance(data, dict) or not data.get("lora"):
+        return data
+    freeze = data.get("freeze", ())
+    known = isinstance(freeze, list | tuple) and "vision" not in freeze
+    return {**data, "freeze": ("vision", *freeze)} if known else data
 
 
 class ModelChoice(Section):
@@ -125,6 +135,21 @@ class Cluster(Section):
     )
 
 
+class Lora(Section):
+    """Train low-rank adapters beside the linear layers of the language model; its own weights stay as they are."""
+
+    rank: Count = Field(examples=[64], description="rank r of the adapters: A is [r, in], B is [out, r]")
+    targets: Annotated[tuple[Target, ...], Field(min_length=1), AfterValidator(_distinct)] = Field(
+        default=("qkv", "o", "gate_up", "down"),
+        description="linear layers that have an adapter; of routed experts each has its own",
+    )
+    served: Literal["adapter", "merged"] = Field(
+        default="adapter",
+        description="the rollout engine applies adapters beside the shared weights, or reads a copy of its own into "
+        "which they are merged at every publication",
+    )
+
+
 class Role(Section):
     """One use of the model: which engines train it, sample from it, score with it."""
 
@@ -139,8 +164,9 @@ class Role(Section):
     rollout: Rollout | None = Field(default=None, description="present when the role generates responses")
     score: Score | None = Field(default=None, description="present when a frozen role computes log-probabilities")
     freeze: Annotated[tuple[Part, ...], AfterValidator(_distinct)] = Field(
-        default=(), description="parts that are not trained"
+        default=(), description="parts that are not trained; under lora the vision tower is one of them"
     )
+    lora: Lora | None = Field(default=None, description="train adapters instead of the weights; for the policy")
     recompute: Recompute = Field(
         default="full",
         description="activations of suffix and backward: keep, redo whole layers, or (selective) the core of attention",
@@ -155,8 +181,8 @@ class Role(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _model_by_name(cls, data: Any) -> Any:
-        return named_model(data)
+    def _written_out(cls, data: Any) -> Any:
+        return frozen_tower(named_model(data))
 
 
 class Layout(Section):

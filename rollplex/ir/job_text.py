@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
+    from rollplex.ir.job_schema import Role
 
 
 def describe(job: Job) -> str:
@@ -18,7 +19,7 @@ def describe(job: Job) -> str:
         ("model", f"{job.spec.name}, {_parameters(job.spec.parameters)}", "cluster", _cluster(job)),
         (
             "roles",
-            f"{job.policy} {_engine(policy.train)} -> {_engine(policy.rollout)} x {job.engines}{_shared(job)}",
+            f"{job.policy} {_trainer(policy)} -> {_engine(policy.rollout)} x {job.engines}{_shared(job)}",
             *(_first_word("; ".join(reference)) if reference else ("", "")),
         ),
         ("work", _work(job), "schedule", _schedule(job)),
@@ -43,6 +44,13 @@ def _work(job: Job) -> str:
     w = job.workload
     prompts = f"{w.prompts}" if job.sampled == w.prompts else f"{w.prompts} of {job.sampled}"
     return f"{prompts} prompts x {w.group} responses, {w.prompt_tokens} + {w.response_tokens} tokens"
+
+
+def _trainer(role: Role) -> str:
+    """`megatron TP8 LoRA 64`, and how adapters are served where the rollout engine does not apply them."""
+    if role.lora is None:
+        return _engine(role.train)
+    return f"{_engine(role.train)} LoRA {role.lora.rank}{' merged' if role.lora.served == 'merged' else ''}"
 
 
 def _shared(job: Job) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rollplex.ir.engines import engine
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
+from rollplex.ir.lora import served_bytes
 from rollplex.ir.sizes import gib_to_nbytes
 from rollplex.ir.spec import ModelSpec
 
@@ -36,6 +37,7 @@ class Serving:
     sequences: int
     image_tokens: int
     tower_ways: int
+    adapter_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,14 @@ def serving(job: Job) -> Serving:
     ways = rollout.tensor_parallel if rollout.mm_encoder_tp_mode == "weights" else 1
     return Serving(
         job.spec, rollout.tensor_parallel, job.itemsize, rollout.max_num_batched_tokens, rollout.max_num_seqs,
-        image, ways,
+        image, ways, served_bytes(job),
     )  # fmt: skip
 
 
 def weight_bytes(s: Serving) -> int:
-    """Weights of one rank: its shard of the language model, and the tower whole or cut."""
-    return (s.spec.rank_parameters(s.tp, "language") + -(-s.spec.vision_parameters // s.tower_ways)) * s.itemsize
+    """Weights of one rank: its shard of the language model, the tower whole or cut, and the adapters that it serves."""
+    own = s.spec.rank_parameters(s.tp, "language") + -(-s.spec.vision_parameters // s.tower_ways)
+    return own * s.itemsize + s.adapter_bytes
 
 
 def context_bytes(job: Job) -> int:

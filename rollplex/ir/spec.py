@@ -80,8 +80,25 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """LoRA: which linear layers have a pair of matrices A [rank, in] and B [out, rank] beside them, and how it is cut.
+
+    `fused` are the classes of weights (`qkv`, `gate_up`, `expert_gate_up`) whose parts share one pair; tensor
+    parallelism cuts both matrices of a pair (`split`), or only the one that lies along the cut of its layer.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    fused: frozenset[str] = frozenset()
+    split: bool = True
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A model by its dimensions; everything else about its size is arithmetic."""
+    """A model by its dimensions; everything else about its size is arithmetic.
+
+    With `adapters` it is what LoRA trains of that model: the same dimensions, and no parameters but A and B.
+    """
 
     name: str
     family: Family
@@ -99,13 +116,15 @@ class ModelSpec:
     moe: MoeSpec | None = None
     vocab_multiple: int = 64
     head: Literal["logits", "scalar"] = "logits"
+    adapters: Adapters | None = None
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every parameter once, in the order and under the names of transformers' `named_parameters()`."""
-        from rollplex.ir.tensors import model_tensors  # the enumeration needs this class
+        from rollplex.ir.adapters import adapter_tensors  # both enumerations need this class
+        from rollplex.ir.tensors import model_tensors
 
-        return model_tensors(self)
+        return adapter_tensors(self) if self.adapters else model_tensors(self)
 
     @property
     def parameters(self) -> int:

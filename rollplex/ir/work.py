@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rollplex.ir.lora import trained_spec
 from rollplex.ir.shards import stage_layers
-from rollplex.ir.spec import ModelSpec
+from rollplex.ir.spec import Adapters, ModelSpec
 
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
@@ -22,7 +23,8 @@ class Work:
     Tokens are those of whole sequences; a rank works on `local` ones. `recompute` makes whole layers again in the
     backward, `recompute_attention` the core of attention alone; `unfused` attention keeps its score matrix.
     `steps` are the suffix steps of a whole iteration, which fill a pipeline. Ranks that share a sequence pass keys and
-    values around (ring), or `by_heads` swap tokens for heads inside attention (Ulysses).
+    values around (ring), or `by_heads` swap tokens for heads inside attention (Ulysses). With `adapters` only they are
+    trained.
     """
 
     spec: ModelSpec
@@ -43,6 +45,7 @@ class Work:
     zero: int = 0
     steps: int = 1
     by_heads: bool = False
+    adapters: Adapters | None = None
 
     @property
     def suffix_tokens(self) -> int:
@@ -107,6 +110,7 @@ def role_work(job: Job, role: str) -> Work:
         recompute_attention=job.roles[role].recompute == "selective",
         unfused=job.roles[role].attention == "unfused",
         zero=job.zero(role),
+        adapters=trained_spec(job, role).adapters,
         steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
         by_heads=job.whole_sequences(role),
     )

@@ -152,6 +152,7 @@ def unrun_features(job: Job, role: str) -> tuple[str, ...]:
     found = [f"{name} {getattr(section, name)}" for name in degrees if getattr(section, name) > 1]
     found += ["distributed_optimizer"] if section.distributed_optimizer else []
     found += ["recompute selective"] if part.recompute == "selective" else []
+    found += ["lora"] if part.lora else []
     return (*found, *(["attention unfused"] if part.attention == "unfused" else []))
 
 

@@ -7,10 +7,11 @@ are assumptions read off public figures and one H200; a calibrated surface repla
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rollplex.ir.job import Job
+from rollplex.ir.lora import lora_of, served_spec
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.work import Work, trains_vision
 from rollplex.passes.lengths import Decode, Lengths
@@ -23,6 +24,8 @@ NVLINK_SHARE = 0.4
 """Share of the two-way NVLink figure that a ring of all GPUs of a node carries one way: half of it, less protocol."""
 DECODE_LAYER_OVERHEAD_S = 60e-6
 """Launches and latencies of one layer of one decode step (4.3 ms a step for 36 layers at batch 4 on an H200)."""
+ADAPTER_LAUNCH_S = 5e-6
+"""One small kernel of a captured graph, of some dozen that make up the layer overhead; assumed, not measured."""
 RING_HOP_S = 5e-6
 """One hop of an all-reduce of one decode step's activations, 2 (tp - 1) of them each. Chosen so that rollout at TP 8 is
 slower than at TP 4 by about what paper section 4.5 measured (1.17 to 1.31 times); weights and KV alone make it faster.
@@ -63,9 +66,11 @@ class Costs:
         return nbytes / (self.job.device.nvlink_gb_s * 1e9 * NVLINK_SHARE)
 
     def refresh_s(self) -> float:
-        """Sending new weights to the rollout pool: a copy of the model into each of its nodes, shared out inside."""
+        """Sending what is new to the rollout pool: model or adapters into each of its nodes, shared out inside."""
         job = self.job
         nbytes = job.spec.rank_parameters(1, "language") + (job.spec.vision_parameters if _sends_tower(job) else 0)
+        if adapters := served_spec(job):
+            nbytes = adapters.rank_parameters(1, "language")
         if job.pools_share_a_node:
             return self.exchange_s(nbytes * job.itemsize / job.rollout_tp)
         return REFRESH_START_S + nbytes * job.itemsize / (job.cluster.internode_gb_s * 1e9 * REFRESH_SHARE)
@@ -120,13 +125,26 @@ class Costs:
         return self.whole_s(work, prompts) if whole else self.suffix_s(work, prompts)
 
     def train_s(self, work: Work, prompts: int, whole: bool = False) -> float:
-        """Suffix forward and backward, then prefix backward; layer recomputation adds a forward to each."""
+        """Suffix forward and backward, then prefix backward; layer recomputation adds a forward to each.
+
+        A backward is two forwards, one for gradients of inputs and one for those of weights. Frozen base weights have
+        none: under LoRA it is one, and the GEMMs of the adapters are added.
+        """
+        backward = (1 if work.adapters else 2) + (1 if work.recompute else 0)
+        adapters = prompts * self._adapters_s(work, whole)
         if whole:
-            return self.whole_s(work, prompts) * (4 if work.recompute else 3)
-        suffix = self.suffix_s(work, prompts) * (4 if work.recompute else 3)
-        prefix = self._prompt_s(work) * (3 if work.recompute else 2)
+            return self.whole_s(work, prompts) * (1 + backward) + adapters
+        suffix = self.suffix_s(work, prompts) * (1 + backward)
         tower = self._tower_s(work) * (3 if work.vision_grad else 0)
-        return suffix + prompts * (prefix + tower)
+        return suffix + prompts * (self._prompt_s(work) * backward + tower) + adapters
+
+    def _adapters_s(self, work: Work, whole: bool) -> float:
+        """GEMMs of A and B on the tokens of one prompt group: forward, gradients of inputs and of weights."""
+        if work.adapters is None:
+            return 0.0
+        prompts = work.responses if whole else 1
+        tokens = prompts * self.prompt_tokens + work.responses * Lengths.of(self.job).mean
+        return 6 * tokens * replace(work.spec, adapters=work.adapters).active_parameters / ways(work) / self.flops_per_s
 
     def adam_s(self, parameters: int) -> float:
         """Adam on resident state: read and write master, moments, gradient and snapshot once."""
@@ -159,8 +177,16 @@ class Costs:
         spec, each = self.job.spec, list(live)
         kv = sum(n * (self.prompt_tokens + own) for n, own in each) * spec.kv_bytes_per_token(tp, self.job.itemsize)
         hidden = sum(n for n, _ in each) * spec.hidden * self.job.itemsize
-        reduce = 2 * spec.layers * self.all_reduce_s(hidden, tp)
+        reduce = 2 * spec.layers * self.all_reduce_s(hidden, tp) + self._adapter_launches_s
         return (weight_bytes + kv) / self.hbm_bytes_per_s + spec.layers * DECODE_LAYER_OVERHEAD_S + reduce
+
+    @property
+    def _adapter_launches_s(self) -> float:
+        """Two small GEMMs a layer and target, of A and of B; their reads are in the bytes of the weights."""
+        lora = lora_of(self.job)
+        if lora is None or lora.served == "merged":
+            return 0.0
+        return 2 * len(lora.targets) * self.job.spec.layers * ADAPTER_LAUNCH_S
 
 
 def _sends_tower(job: Job) -> bool:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypedDict
 
 from rollplex.backends.facts import EngineFacts, load_facts
 from rollplex.ir.job import Job
+from rollplex.ir.lora import lora_of, merges
+from rollplex.ir.plan import Residency
 from rollplex.passes.schedule import Kind, Schedule
 from rollplex.passes.state import Use
 from rollplex.passes.work import weight_bytes
+
+
+class Places(TypedDict):
+    """Whether an object stays in HBM, and where else it may be."""
+
+    always: bool
+    options: frozenset[Residency]
 
 
 @dataclass(frozen=True)
@@ -76,3 +86,46 @@ class Rows:
     def whole(self, role: str) -> bool:
         """Whether the role's call is not split into prefix and suffix."""
         return self.schedule.call("whole", role) is not None
+
+    # ---- weights of the policy
+
+    @property
+    def lora(self) -> bool:
+        """Whether the policy is trained through adapters."""
+        return lora_of(self.job) is not None
+
+    @property
+    def _decode(self) -> tuple[str, ...]:
+        """Windows in which the rollout engine reads what it shares."""
+        return self.schedule.decode_windows if self.shared else ()
+
+    def _kept(self, role: str) -> Places:
+        """The policy's weights stay in HBM, unless its engine may offload them."""
+        may = self.job.whole_sequences(role) and self.job.trainer(role).offload_parameters and not self.naive
+        return {"always": not may, "options": frozenset({"hbm", "host"} if may else ())}
+
+    def _format(self, role: str) -> str:
+        """The dtype of what an update rewrites, in titles."""
+        return "FP32" if self.job.zero(role) == 3 and self.job.itemsize == 2 else self.dtype
+
+    def written(self) -> tuple[str, ...]:
+        """Windows in which the rollout engine's own copies are there to be written."""
+        # A sleeping engine wakes when the update has given back its room; any other lies there anyway.
+        return self.role_windows(self.job.policy, *(("publish",) if self._sleeps else ("update", "publish")))
+
+    def _asleep(self) -> Places:
+        """A rollout engine beside a trainer that shares nothing sleeps while that works (vLLM's level 1)."""
+        return {"always": not self._sleeps, "options": frozenset({"host"} if self._sleeps else ())}
+
+    @property
+    def _sleeps(self) -> bool:
+        return self.job.whole_sequences(self.job.policy) and not (self.apart or self.off("rollout_release"))
+
+    def _why_second(self) -> str:
+        """Why the rollout engine has weights of its own."""
+        if merges(self.job):
+            return "base and adapters, merged at publication: a second copy, so nothing is shared"
+        if self.apart:
+            return "the rollout pool's own copy"
+        sleeping = self.job.whole_sequences(self.job.policy)
+        return "a second copy, asleep while the trainer works" if sleeping else "a second copy: weight sharing is off"

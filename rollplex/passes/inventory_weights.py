@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict
 
+from rollplex.ir.lora import merges
 from rollplex.ir.plan import Residency
 from rollplex.ir.work import trains_vision
-from rollplex.passes.inventory_rows import Rows
-from rollplex.passes.schedule import Kind
+from rollplex.passes.inventory_adapters import AdapterRows
 from rollplex.passes.state import StateObject
 from rollplex.passes.work import communicators, process_bytes, shares_tower, weight_bytes
 
 
-class _Places(TypedDict):
-    """Whether an object stays in HBM, and where else it may be."""
-
-    always: bool
-    options: frozenset[Residency]
-
-
 @dataclass(frozen=True)
-class WeightRows(Rows):
+class WeightRows(AdapterRows):
     """Makes the objects that hold weights."""
 
     # ---- processes
@@ -41,47 +33,65 @@ class WeightRows(Rows):
     # ---- weights of the policy
 
     def _weights(self) -> Iterator[StateObject]:
-        job, role = self.job, self.job.policy
-        shared = self.shared
-        decode = self.schedule.decode_windows if shared else ()
-        reading = (*decode, *self.role_windows(role, "prefix", "train", "update", "publish"))
-        dtype, rollout_shard = self.dtype, job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
+        job, role, shared = self.job, self.job.policy, self.shared
+        decode = self._decode
+        rollout_shard = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
         readers = ("rollout",) if shared else ()
-        yield StateObject(
-            f"{role}.snapshot", f"{role} {self._format(role)} {'snapshot' if shared else 'weights'}", "regenerable",
-            role,
-            rollout_shard if shared else self.language_bytes(role), self.uses(reading),
-            readers=readers, **self._kept(role),
-            why=f"{'one copy for both engines, ' if shared else ''}rewritten chunk by chunk in P3",
-        )  # fmt: skip
-        vision = -(-job.spec.vision_parameters // (job.rollout_tp if self._cut else 1)) * job.itemsize
+        held = rollout_shard if shared else self.language_bytes(role)
+        yield from self._base(held) if self.lora else self._snapshot(held)
         yield StateObject(
             f"{role}.vision", f"{role} vision tower", "regenerable", role, weight_bytes(job, role, "vision"),
             self.uses((*(() if self._cut else decode), *self._seeing())), readers=() if self._cut else readers,
             **self._kept(role),
             why="cut over all ranks" if job.zero(role) == 3 else "replicated on every rank",
         )  # fmt: skip
-        if shared:
+        yield from self._case3()
+        yield from self._buffers()
+        vision = -(-job.spec.vision_parameters // (job.rollout_tp if self._cut else 1)) * job.itemsize
+        if not shared:
+            yield from self._second_copy(rollout_shard, vision)
+        elif self._cut:
+            yield StateObject(
+                "rollout.vision", "rollout vision tower", "regenerable", role, vision,
+                self.uses(self.schedule.decode_windows), process="rollout", always=True,
+                why="cut over the engine's ranks: a second copy of a frozen tower",
+            )  # fmt: skip
+
+    def _snapshot(self, nbytes: int) -> Iterator[StateObject]:
+        """Weights that every update rewrites."""
+        role, shared = self.job.policy, self.shared
+        readers = ("rollout",) if shared else ()
+        reading = (*self._decode, *self.role_windows(role, "prefix", "train", "update", "publish"))
+        yield StateObject(
+            f"{role}.snapshot", f"{role} {self._format(role)} {'snapshot' if shared else 'weights'}", "regenerable",
+            role, nbytes, self.uses(reading), readers=readers, **self._kept(role),
+            why=f"{'one copy for both engines, ' if shared else ''}rewritten chunk by chunk in P3",
+        )  # fmt: skip
+
+    def _case3(self) -> Iterator[StateObject]:
+        """What the rollout engine reads in its own row order: made again at publication, or once of a frozen base."""
+        role, frozen = self.job.policy, self.lora
+        writes = () if frozen else self.role_windows(role, "publish")
+        why = "tensors whose row order the engines cannot share"
+        if self.shared:
             yield StateObject(
                 f"{role}.case3", f"{role} case-3 buffer", "regenerable", role, self.case3_bytes,
-                self.uses((*self.schedule.decode_windows, *self.role_windows(role, "publish"))),
-                readers=readers, always=True, why="tensors whose row order the engines cannot share",
+                self.uses((*self.schedule.decode_windows, *writes)),
+                process="rollout" if frozen else "train", readers=() if frozen else ("rollout",), always=True,
+                why=f"{why}; made once, for the base is frozen" if frozen else why,
             )  # fmt: skip
-            if self._cut:
-                yield StateObject(
-                    "rollout.vision", "rollout vision tower", "regenerable", role, vision,
-                    self.uses(self.schedule.decode_windows), process="rollout", always=True,
-                    why="cut over the engine's ranks: a second copy of a frozen tower",
-                )  # fmt: skip
-            return
-        for name, nbytes in (("weights", rollout_shard), ("vision", vision)):
-            sent = name == "weights" or trains_vision(job, role)
-            # A sleeping engine wakes when the update has given back its room; any other lies there anyway.
-            written: tuple[Kind, ...] = ("publish",) if self._sleeps else ("update", "publish")
-            writes = self.role_windows(role, *written) if sent else ()
+
+    def _second_copy(self, weights: int, vision: int) -> Iterator[StateObject]:
+        """What a rollout engine reads that shares nothing with the trainer."""
+        job, role = self.job, self.job.policy
+        sent = {"weights": not self.lora or merges(job), "vision": trains_vision(job, role)}
+        for name, title, nbytes in (
+            ("weights", f"rollout {self.dtype} weights", weights),
+            ("vision", "rollout vision tower", vision),
+        ):
+            writes = self.written() if sent[name] else ()
             yield StateObject(
-                f"rollout.{name}", f"rollout {dtype} weights" if name == "weights" else "rollout vision tower",
-                "regenerable", role, nbytes,
+                f"rollout.{name}", title, "regenerable", role, nbytes,
                 self.uses((*self.schedule.decode_windows, *writes)),
                 process="rollout", **self._asleep(), why=self._why_second(),
             )  # fmt: skip
@@ -91,28 +101,6 @@ class WeightRows(Rows):
         """Whether the rollout engine cuts the tower over its ranks."""
         rollout = self.job.roles[self.job.policy].rollout
         return rollout is not None and rollout.mm_encoder_tp_mode == "weights" and self.job.rollout_tp > 1
-
-    def _format(self, role: str) -> str:
-        return "FP32" if self.job.zero(role) == 3 and self.job.itemsize == 2 else self.dtype
-
-    def _kept(self, role: str) -> _Places:
-        """The policy's weights stay in HBM, unless its engine may offload them."""
-        may = self.job.whole_sequences(role) and self.job.trainer(role).offload_parameters and not self.naive
-        return {"always": not may, "options": frozenset({"hbm", "host"} if may else ())}
-
-    def _asleep(self) -> _Places:
-        """A rollout engine beside a trainer that shares nothing sleeps while that works (vLLM's level 1)."""
-        return {"always": not self._sleeps, "options": frozenset({"host"} if self._sleeps else ())}
-
-    @property
-    def _sleeps(self) -> bool:
-        return self.job.whole_sequences(self.job.policy) and not (self.apart or self.off("rollout_release"))
-
-    def _why_second(self) -> str:
-        if self.apart:
-            return "the rollout pool's own copy"
-        sleeping = self.job.whole_sequences(self.job.policy)
-        return "a second copy, asleep while the trainer works" if sleeping else "a second copy: weight sharing is off"
 
     def _seeing(self) -> tuple[str, ...]:
         """Windows in which a trainer runs the policy's tower: a frozen one serves the prefixes of other roles too."""
@@ -129,11 +117,12 @@ class WeightRows(Rows):
     # ---- weights of the other roles
 
     def _frozen_weights(self, role: str) -> Iterator[StateObject]:
-        yield StateObject(
-            f"{role}.weights", f"{role} {self.dtype} weights", "regenerable", role, self.language_bytes(role),
-            self.uses(self.role_windows(role, "prefix", "score")), host_backed=True,
-            always=self.naive, options=frozenset({"hbm", "host"}), why="frozen: its host copy stays valid",
-        )  # fmt: skip
+        if role not in self.lent_to():
+            yield StateObject(
+                f"{role}.weights", f"{role} {self.dtype} weights", "regenerable", role, self.language_bytes(role),
+                self.uses(self.role_windows(role, "prefix", "score")), host_backed=True,
+                always=self.naive, options=frozenset({"hbm", "host"}), why="frozen: its host copy stays valid",
+            )  # fmt: skip
         yield from self._frozen_tower(role, self._looking(role))
 
     def _frozen_tower(self, role: str, windows: tuple[str, ...]) -> Iterator[StateObject]:

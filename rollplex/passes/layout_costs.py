@@ -11,6 +11,7 @@ from functools import cached_property
 from rollplex.ir.job import Job
 from rollplex.passes.costs import Costs
 from rollplex.passes.lengths import Decode
+from rollplex.passes.work import decoded_bytes
 
 TRANSPOSED_SLOWDOWN = 0.08
 """Of a row-parallel GEMM at decode sizes that reads [I, O] through .t(): 2, 16 and 8 % on an H200, three shapes."""
@@ -56,5 +57,5 @@ class LayoutCosts:
     def rent_s_per_byte(self) -> float:
         """GPU time that a byte held through decode is worth: its share of HBM, of the seconds that decode takes."""
         job = self.job
-        weights = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
-        return self._costs.decode_s(weights, job.rollout_tp, job.prompts_per_engine) / job.capacity_bytes
+        decode_s = self._costs.decode_s(decoded_bytes(job), job.rollout_tp, job.prompts_per_engine)
+        return decode_s / job.capacity_bytes

@@ -16,6 +16,7 @@ from typing import Literal
 
 from rollplex.backends.facts import Block, EngineFacts, load_facts
 from rollplex.ir.job import Job
+from rollplex.ir.lora import lora_of
 from rollplex.ir.models import Tensor
 from rollplex.ir.shards import EXPERTS
 from rollplex.passes.layout_costs import LayoutCosts
@@ -141,6 +142,7 @@ class Options:
     def _class(self, name: str, tensors: tuple[Tensor, ...]) -> WeightClass:
         job = self.job
         nbytes = sum(job.spec.shard_numel(t, job.rollout_tp) for t in tensors) * job.itemsize
+        frozen = lora_of(job) is not None  # nothing of it changes, and nothing is exchanged
         pieces = tensors[0].shape[0] if name.startswith("expert_") else 1
         if name in REORDERED:
             orders = self.orders(name)
@@ -150,7 +152,8 @@ class Options:
         else:
             options = self.plain(name, tensors[0], nbytes)
             sends = gets = nbytes * (job.q - 1) // job.q if tensors[0].axis is not None else 0
-        return WeightClass(name, tensors, nbytes, options, pieces, *self._gathered(tensors[0], nbytes, sends, gets))
+        traffic = (0, 0) if frozen else self._gathered(tensors[0], nbytes, sends, gets)
+        return WeightClass(name, tensors, nbytes, options, pieces, *traffic)
 
     def _gathered(self, tensor: Tensor, nbytes: int, sends: int, gets: int) -> tuple[int, int]:
         """What a GPU sends and receives where its training rank has one stage's layers and one rank's experts only.
@@ -193,6 +196,8 @@ class Options:
             return "re-indexing cannot supply rows of other ranks"
         if name not in self.roller.reindexes:
             return f"{self.roller.name} does not re-index {name}"
+        if (lora := lora_of(self.job)) and name in lora.targets:
+            return f"{self.roller.name}'s LoRA adds to {name} in the engine's own row order"
         return ""
 
     def _differs(self, name: str, orders: Orders) -> str:
@@ -245,4 +250,5 @@ class Options:
         return transpose, self._rebuild("sharded along I, the innermost axis", nbytes)
 
     def _rebuild(self, why: str, nbytes: int) -> Option:
-        return Option("rebuild", why, buffer_bytes=nbytes, rebuild_s=self.costs.rebuild_s(nbytes))
+        again = self.costs.rebuild_s(nbytes) if lora_of(self.job) is None else 0.0
+        return Option("rebuild", why, buffer_bytes=nbytes, rebuild_s=again)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rollplex.ir.job import Job
 from rollplex.ir.job_schema import LayoutOrder
+from rollplex.ir.lora import served_bytes, serves_adapters
 from rollplex.ir.plan import SolverResult
 from rollplex.ir.planned_layout import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, TensorPlacement
 from rollplex.ir.work import trains_vision
@@ -83,15 +84,15 @@ def nothing_shared(job: Job) -> LayoutSummary:
     """Pools of their own: no case applies, and a GPU of the rollout pool receives its whole shard after an update."""
     none = CaseBytes(params=0, bytes=0)
     engines = min(job.cluster.gpus_per_node, job.rollout_gpus) // job.rollout_tp
-    received = job.spec.rank_parameters(job.rollout_tp, "language")
+    received = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
     if trains_vision(job, job.policy):
-        received += job.spec.vision_parameters
+        received += job.spec.vision_parameters * job.itemsize
     return LayoutSummary(
         q=job.q,
         order=job.layout.order,
         cases={str(k): none for k in (1, 2, 3)},
         case3_buffer_bytes=0,
-        exchange_bytes_per_gpu=received * job.itemsize,
+        exchange_bytes_per_gpu=served_bytes(job) if serves_adapters(job) else received,
         exchange_s=round(Costs(job).refresh_s(), 6),
         placement={f"engine {e}": tuple(range(e * job.rollout_tp, (e + 1) * job.rollout_tp)) for e in range(engines)},
         groups=1,

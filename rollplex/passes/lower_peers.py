@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rollplex.ir.lora import lora_of
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
 from rollplex.passes.inventory import CARRIED
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
@@ -26,9 +27,11 @@ class RolloutProgram(Context):
         yield from (Wait(window=first, event=name) for name in inputs)
         yield from self.enter("rollout", first)
         tower = "rollout.vision" if "rollout.vision" in self.module[Lifetimes] else f"{self.policy}.vision"
-        weights = (f"{self.policy}.snapshot", f"{self.policy}.case3", tower)
+        frozen = lora_of(self.module.job) is not None
+        weights = (f"{self.policy}.{'base' if frozen else 'snapshot'}", f"{self.policy}.case3", tower)
         if self.second_copy:
             weights = ("rollout.weights", "rollout.vision")
+        weights = (*weights, "rollout.adapters")
         yield Run(
             window=first, task="generate", node=call.node, role=call.role, reads=self.placed(first, "hbm", *weights),
             writes=self.placed(first, "hbm", "rollout.kv", "rollout.runtime"),

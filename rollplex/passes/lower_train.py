@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rollplex.ir.lora import lora_of
 from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Signal, Step, UpdateChunk, Wait
 from rollplex.ir.work import trains_vision
 from rollplex.passes.chunk_sizes import Chunks
@@ -87,11 +88,18 @@ class TrainProgram(Context):
     def _weights(self, window: Window) -> tuple[str, ...]:
         """Weights that a role's model reads in a window; a frozen tower may be the policy's own."""
         call, role = self._call(window), window.role
-        own = (f"{role}.snapshot",) if call.trained else (f"{role}.weights",)
+        own = self._language(role, call.trained)
         looks = window.kind == "prefix" or call.op == "whole"
         if looks or (window.kind == "train" and trains_vision(self.module.job, role)):
             own = (*own, self._tower(role))
         return self.placed(window.name, "hbm", *own)
+
+    def _language(self, role: str, trained: bool) -> tuple[str, ...]:
+        """Language weights of a role: adapters beside a base, which may be another role's whole model."""
+        if trained:
+            return tuple(n for n in (f"{role}.base", f"{role}.snapshot") if n in self.module[Lifetimes])
+        own = f"{role}.weights"
+        return (own if own in self.module[Lifetimes] else f"{self.policy}.base",)
 
     def _tower(self, role: str) -> str:
         own = f"{role}.vision"
@@ -190,10 +198,11 @@ class TrainProgram(Context):
     def _publish(self, window: Window) -> Iterator[Step]:
         at, snapshot = window.name, f"{window.role}.snapshot"
         layout = self.module[Layout].summary
-        if self.second_copy:
+        if self.refreshed:
             yield from self.refresh("train", at)
         elif (nbytes := layout.exchange_bytes_per_gpu) > 0:
             yield Exchange(window=at, group="q", op="all_gather", object=snapshot, nbytes=nbytes)
-        if buffer := self.placed(at, "hbm", f"{window.role}.case3"):
+        frozen = lora_of(self.module.job) is not None  # a base whose case-3 tensors were made with it
+        if (buffer := self.placed(at, "hbm", f"{window.role}.case3")) and not frozen:
             yield Rebuild(window=at, object=buffer[0], reads=(snapshot,))
         yield Publish(window=at, object=snapshot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rollplex.ir.lora import lora_of, merges
 from rollplex.ir.module import Module
 from rollplex.ir.plan import BARRIERS
 from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
@@ -64,7 +65,10 @@ class Context:
 
     @property
     def refreshed(self) -> dict[str, str]:
-        """The policy's weights that every update changes, and the rollout engine's copies of them."""
+        """What every update changes, the policy's weights or adapters, and the rollout engine's copies of it."""
+        if lora_of(self.module.job) is not None:
+            copy = self.second_copy if merges(self.module.job) else "rollout.adapters"
+            return {f"{self.policy}.snapshot": copy} if copy else {}
         if self.second_copy is None:
             return {}
         tower = trains_vision(self.module.job, self.policy) and "rollout.vision" in self.module[Lifetimes]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.ir.job import Job
+from rollplex.ir.lora import served_bytes, serves_adapters
 from rollplex.ir.work import role_work
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
 from rollplex.passes.schedule import Schedule, Window
-from rollplex.passes.work import updated_parameters
+from rollplex.passes.work import decoded_bytes, updated_parameters
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ def _share(job: Job) -> float:
 
 def _decode_s(job: Job) -> list[float]:
     """Seconds of every round of sampling."""
-    weights = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
+    weights = decoded_bytes(job)
     return [Costs(job).decode_s(weights, job.rollout_tp, prompts) for prompts in job.sampled_per_engine]
 
 
 def _received_bytes(job: Job) -> int:
-    """What a GPU lacks of its rollout shard: all of it, or the pieces of the ranks that share it."""
+    """What a GPU lacks of its rollout shard: all of it, or the pieces of the ranks that share it; adapters alone."""
+    if serves_adapters(job):
+        return served_bytes(job)
     shard = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
     pieces = job.q * job.stages
     return shard - shard // pieces if pieces else shard

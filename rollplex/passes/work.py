@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
+from rollplex.ir.lora import lora_of, served_bytes, trained_parts, trained_spec
 from rollplex.ir.models import Part
 from rollplex.ir.shards import Degrees, owned_parameters, rank_parameters
 from rollplex.ir.sizes import gib_to_nbytes
@@ -15,7 +16,8 @@ MIB = 2**20
 def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
     """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`.
 
-    q gathers a shared snapshot; refresh spans both pools of a disaggregated job.
+    q gathers a shared snapshot, which base weights under LoRA are not: they never change; refresh spans both pools of a
+    disaggregated job.
     """
     apart = [("refresh", job.gpus)] if job.disaggregated else []
     if process == "rollout":
@@ -23,7 +25,7 @@ def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
     else:
         found = [group for role in job.roles for group in _model_groups(job.degrees(role))]
         found += [("dp", job.degrees(role).replicas) for role in job.trained]
-        found += [("q", job.q * job.stages if shared else 1), *apart]
+        found += [("q", job.q * job.stages if shared and lora_of(job) is None else 1), *apart]
     return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
 
 
@@ -44,39 +46,48 @@ def held_parameters(job: Job, role: str, part: Part) -> int:
     return rank_parameters(job.spec_of(role), job.degrees(role), part)
 
 
-def trained_parts(job: Job, role: str) -> tuple[Part, ...]:
-    """Parts of a trained role that are not frozen."""
-    parts: tuple[Part, ...] = ("language", "vision")
-    return tuple(p for p in parts if p not in job.roles[role].freeze)
-
-
 def weight_bytes(job: Job, role: str, part: Part) -> int:
     """Weights of a part on a rank; under ZeRO-3 a share, in FP32 where they are trained: they are the masters."""
-    held, trained = held_parameters(job, role, part), job.roles[role].train is not None
+    updated = job.roles[role].train is not None and job.roles[role].lora is None
+    return _held_bytes(job, role, held_parameters(job, role, part), updated)
+
+
+def adapter_bytes(job: Job, role: str) -> int:
+    """The adapters that a role trains, on a rank; under ZeRO-3 a share of them, in FP32: they are the masters."""
+    held = rank_parameters(trained_spec(job, role), job.degrees(role), *trained_parts(job, role))
+    return _held_bytes(job, role, held, updated=True)
+
+
+def _held_bytes(job: Job, role: str, held: int, updated: bool) -> int:
     if job.zero(role) < 3:
         return held * job.itemsize
-    return -(-held // job.degrees(role).replicas) * (max(4, job.itemsize) if trained else job.itemsize)
+    return -(-held // job.degrees(role).replicas) * (max(4, job.itemsize) if updated else job.itemsize)
+
+
+def decoded_bytes(job: Job) -> int:
+    """Weights that a rollout rank reads in every step of decode: its shard of the language model, its adapters."""
+    return job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize + served_bytes(job)
 
 
 def trained_parameters(job: Job, role: str) -> int:
     """Parameters a training rank keeps gradients for: all it trains, or from ZeRO-2 on its share of them."""
     if job.zero(role) > 1:
         return updated_parameters(job, role)
-    return rank_parameters(job.spec_of(role), job.degrees(role), *trained_parts(job, role))
+    return rank_parameters(trained_spec(job, role), job.degrees(role), *trained_parts(job, role))
 
 
 def updated_parameters(job: Job, role: str) -> int:
     """Parameters whose master weights and moments a rank keeps: all it trains, or its share of them."""
     if not job.cuts_optimizer(role):
         return trained_parameters(job, role)
-    return owned_parameters(job.spec_of(role), job.degrees(role), *trained_parts(job, role))
+    return owned_parameters(trained_spec(job, role), job.degrees(role), *trained_parts(job, role))
 
 
 def lacking_parameters(job: Job, role: str) -> int:
     """Parameters that a rank holds and another replica updates; none where weights stay cut."""
     if not job.cuts_optimizer(role) or job.zero(role) == 3:
         return 0
-    whole = rank_parameters(job.spec_of(role), job.degrees(role), *trained_parts(job, role))
+    whole = rank_parameters(trained_spec(job, role), job.degrees(role), *trained_parts(job, role))
     return whole - updated_parameters(job, role)
 
 

@@ -57,8 +57,11 @@ def backward_peak_bytes(work: Work, kept: int, head: int, layer: int) -> int:
     """The fullest instant of backward: at the logits, in a layer, or when the root's gradient is reduced.
 
     A unit's gradient is whole as it was computed, and once more cast to FP32 while it is reduced; then it is cut. The
-    head's comes first and waits for the embedding's, the last, when nothing is kept of the layers any more.
+    head's comes first and waits for the embedding's, the last, when nothing is kept of the layers any more. Under LoRA
+    there are gradients of adapters alone: those of one unit are small beside a layer's activations, and not counted.
     """
+    if work.adapters is not None:
+        return kept + max(head, layer) + gathered_bytes(work)
     if work.zero < 3:
         return kept + max(head, layer) + (BUCKET_ELEMENTS * work.itemsize if work.zero else 0)
     reduced = work.itemsize + 4
@@ -79,8 +82,9 @@ class FsdpFacts:
     overlaps_update: bool = False
     transposed: frozenset[str] = frozenset()
     split_views: frozenset[str] = frozenset()
-    fuses: frozenset[str] = frozenset()
+    fuses: frozenset[str] = frozenset({"expert_gate_up"})
     reindexes: frozenset[str] = frozenset()
+    adapter_ranks: tuple[int, ...] = ()
     logits_forward: int = 2 + 4 + 4
     """Bytes of a logit and of the copies made of it until there is a log-probability."""
     logits_backward: int = 4 + 2

@@ -26,6 +26,7 @@ class HostFacts:
     split_views: frozenset[str] = frozenset({"gate_up"})
     fuses: frozenset[str] = frozenset()
     reindexes: frozenset[str] = frozenset()
+    adapter_ranks: tuple[int, ...] = ()
 
     def profile_bytes(self, serving: Serving) -> int:
         """No profile run: its memory is a setting of the job."""

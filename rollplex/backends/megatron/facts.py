@@ -33,6 +33,7 @@ class MegatronFacts:
     split_views: frozenset[str] = frozenset({"gate_up", "expert_gate_up"})
     fuses: frozenset[str] = frozenset({"qkv", "gate_up", "expert_gate_up"})
     reindexes: frozenset[str] = frozenset()
+    adapter_ranks: tuple[int, ...] = ()
 
     def profile_bytes(self, serving: Serving) -> int:
         """No profile run: its memory is a setting of the job."""

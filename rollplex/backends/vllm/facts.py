@@ -51,6 +51,8 @@ class VllmFacts:
     split_views: frozenset[str] = frozenset()
     fuses: frozenset[str] = frozenset({"qkv", "gate_up", "expert_gate_up"})
     reindexes: frozenset[str] = frozenset({"qkv", "gate_up"})
+    # MaxLoRARanks of vllm/config/lora.py: buffers of a larger rank are filled in part, the rest is zero.
+    adapter_ranks: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
     def profile_bytes(self, serving: Serving) -> int:
         """The larger of a language step and the largest image's tower, the sampler's logits, and CUDA graphs."""

@@ -16,9 +16,9 @@ from rollplex.ir.check.update import LARGEST_PAGE
 from rollplex.ir.engines import engine
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
+from rollplex.ir.lora import reads_base, served_bytes, trained_parts, trained_spec
 from rollplex.ir.planned_job import job_of
 from rollplex.ir.shards import owned_parameters, rank_parameters
-from rollplex.ir.spec import Part
 from rollplex.ir.steps import UpdateChunk
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
@@ -78,9 +78,8 @@ def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
         if nbytes and not any(0 <= facts.objects[n].bytes - nbytes < LARGEST_PAGE for n in held):
             yield Violation("asked", f"nothing that decode writes has the job's {nbytes:,} bytes", nbytes=nbytes)
     for role in (r for r in facts.trained if r in job.roles):
-        parts: tuple[Part, ...] = tuple(p for p in ("language", "vision") if p not in job.roles[role].freeze)
         held = owned_parameters if job.cuts_optimizer(role) else rank_parameters
-        total = held(job.spec_of(role), job.degrees(role), *parts)
+        total = held(trained_spec(job, role), job.degrees(role), *trained_parts(job, role))
         last = max(at.step.stop for at in facts.steps() if isinstance(at.step, UpdateChunk) and at.step.role == role)
         if last != total:
             yield Violation("chunk-cover", f"{last:,} elements are updated, a rank has {total:,}", where=role)
@@ -104,6 +103,18 @@ def roles(facts: Facts, job: Job) -> Iterator[Violation]:
         n = record.kwargs.get("n", record.args[2] if len(record.args) > 2 else None)
         if record.op == "rx.generate" and n != job.group:
             yield Violation("asked", f"it samples {n} responses, the job {job.group}", where=f"%{record.name}")
+
+
+def adapters(facts: Facts, job: Job) -> Iterator[Violation]:
+    """The rollout engine's adapters have the bytes of the job's; who reads a base is the same model, cut alike."""
+    told, nbytes = facts.objects.get("rollout.adapters"), served_bytes(job)
+    if (told is not None or nbytes) and not (told and 0 <= told.bytes - nbytes < LARGEST_PAGE):
+        held = f"rollout.adapters has {told.bytes:,} bytes" if told else "there is no rollout.adapters"
+        what = f"{held}, the job's adapters take {nbytes:,} on a rollout rank"
+        yield Violation("asked", what, object="rollout.adapters", nbytes=nbytes)
+    for at, step in facts.groups:
+        if step.role not in facts.adapted and facts.bases.intersection(step.reads) and not reads_base(job, step.role):
+            yield Violation("asked", f"{step.role} reads base weights that are not its own model's", at)
 
 
 def policy(facts: Facts, job: Job) -> Iterator[Violation]:
@@ -147,7 +158,7 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
 
 
 CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
-    capacities, schedule, engines, budgets, roles, policy, tail, executable,
+    capacities, schedule, engines, budgets, roles, adapters, policy, tail, executable,
 )  # fmt: skip
 
 

@@ -96,13 +96,39 @@ class Facts:
         """Roles that the plan updates."""
         return tuple(dict.fromkeys(at.step.role for at in self.steps() if isinstance(at.step, UpdateChunk)))
 
+    @cached_property
+    def adapted(self) -> dict[str, str]:
+        """Roles that are trained through adapters, and how the rollout engine is served them: `adapter`, `merged`."""
+        roles = self.plan.job.get("roles")
+        found: dict[str, str] = {}
+        for role in self.trained if isinstance(roles, dict) else ():
+            match roles.get(role):
+                case {"lora": {"served": str(served)}}:
+                    found[role] = served
+        return found
+
     def frozen_part(self, o: PlannedObject) -> bool:
-        """Whether the job freezes this part of a trained role: its vision tower."""
+        """Whether the job freezes this part of a trained role: its vision tower, all but adapters and merged copies."""
+        if o.role in self.adapted and o.class_ == "regenerable":
+            copy = "rollout.weights" if self.adapted[o.role] == "merged" else "rollout.adapters"
+            return o.name not in (f"{o.role}.snapshot", copy)
         match self.plan.job:
             case {"roles": {o.role: {"freeze": list() | tuple() as parts}}}:
                 return o.name.endswith(TOWER) and "vision" in parts
             case _:
                 return False
+
+    @cached_property
+    def bases(self) -> frozenset[str]:
+        """Language weights beside adapters, on the trainer: a frozen role of the same weights reads them too."""
+        own = (o for o in self.objects.values() if o.process == TIMELINE and o.role in self.adapted)
+        return frozenset(o.name for o in own if self.frozen_part(o) and not o.name.endswith(TOWER))
+
+    def needed_bases(self, role: str) -> frozenset[str]:
+        """Those that a role's language model cannot do without: of its own, or, where it has no weights, of another."""
+        own = (o for o in self.objects.values() if o.role == role and o.class_ == "regenerable")
+        borrows = role not in self.trained and all(o.name.endswith(TOWER) for o in own)
+        return self.bases if borrows or role in self.adapted else frozenset()
 
     @cached_property
     def theta(self) -> dict[str, str]:

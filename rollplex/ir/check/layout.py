@@ -22,6 +22,7 @@ from rollplex.ir.steps import Rebuild
 
 CASE_OF = {"alias": 1, "slabs": 1, "interleave": 1, "reindex": 1, "transpose": 2, "rebuild": 3}
 REORDERED = ("interleave", "reindex")
+CASE3 = ".case3"
 
 
 def _of_case(layout: LayoutSummary, case: int) -> list[LayoutClass]:
@@ -111,7 +112,11 @@ def buffer(facts: Facts) -> Iterator[Violation]:
     told, needed = layout.case3_buffer_bytes, sum(c.buffer_bytes for c in layout.classes)
     if told != needed:
         yield Violation("layout-buffer", f"the buffer has {told:,} bytes, its classes need {needed:,}", nbytes=needed)
+    # Beside adapters it is frozen, and made once: nothing rebuilds it.
     rebuilt = {at.step.object for at in facts.steps() if isinstance(at.step, Rebuild)}
+    rebuilt |= {o.name for o in facts.objects.values() if o.role in facts.adapted and o.name.endswith(CASE3)}
+    if facts.adapted and told and not rebuilt:
+        yield Violation("layout-buffer", f"no object holds the buffer of {told:,} bytes", nbytes=told, where="layout")
     for o in (facts.objects[name] for name in sorted(rebuilt)):
         if not 0 <= o.bytes - told < LARGEST_PAGE:
             what = f"{o.name} has {o.bytes:,} bytes, the layout's buffer {told:,}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rollplex.ir.check.facts import THETA_QUIET, TOWER, Facts
+from rollplex.ir.check.facts import THETA_QUIET, TOWER, Facts, writes
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.check.update import Update, made, updates
 from rollplex.ir.steps import Exchange, Publish, Rebuild
@@ -147,11 +147,19 @@ def before_quiet(facts: Facts) -> Iterator[Violation]:
             yield Violation("update-before-quiet", f"engines may still read {name}", at, name)
 
 
+def frozen(facts: Facts) -> Iterator[Violation]:
+    """Towers and base weights of a trained role that the job freezes are written by nothing: no chunk, copy, gather."""
+    for at in facts.steps():
+        for name in writes(at.step):
+            if facts.objects[name].role in facts.trained and facts.frozen_part(facts.objects[name]):
+                yield Violation("frozen-written", f"it writes {name}, which the job freezes", at, name)
+
+
 def tensor_parallel(facts: Facts) -> Iterator[Violation]:
-    """q training ranks make up one rollout rank, on the snapshot's process and on its readers'."""
+    """q training ranks make up one rollout rank, on the process of weights and on their readers'."""
     q = facts.plan.summary.layout.q
     for role in facts.trained:
-        for o in (o for o in facts.objects.values() if facts.theta.get(o.name) == role):
+        for o in (o for o in facts.objects.values() if o.role == role and o.class_ == "regenerable"):
             wide = facts.plan.processes[o.process].tensor_parallel
             for reader in o.readers:
                 narrow = facts.plan.processes[reader].tensor_parallel
@@ -178,6 +186,7 @@ BY_ROLE: tuple[Callable[[Update], Iterator[Violation]], ...] = (exchange, rebuil
 def check_publication(facts: Facts) -> Iterator[Violation]:
     """Everything that is wrong between the last chunk and the next iteration."""
     yield from before_quiet(facts)
+    yield from frozen(facts)
     yield from tensor_parallel(facts)
     yield from ranks(facts)
     for update in updates(facts):

@@ -79,20 +79,23 @@ def listed(facts: Facts) -> Iterator[Violation]:
             yield Violation("task-objects", f"it reads no {name}", at, name)
         for name in sorted(_writes(facts, step) - set(step.writes)):
             yield Violation("task-objects", f"it writes no {name}", at, name)
-        if not any(facts.objects[n].class_ == "regenerable" and facts.objects[n].role == step.role for n in step.reads):
+        lent = facts.needed_bases(step.role)
+        own = {n for n in step.reads if facts.objects[n].class_ == "regenerable" and facts.objects[n].role == step.role}
+        if not own and not lent.intersection(step.reads):
             yield Violation("task-objects", f"it reads no weights of {step.role}", at)
 
 
 def _reads(facts: Facts, at: At, step: Run) -> set[str]:
     """What a task cannot do without: all weights from the start of a model on, the boundary where it resumes."""
     if step.task in ("suffix", "train"):
-        return {o.name for o in (facts.boundaries.get(step.role),) if o}
+        return {o.name for o in (facts.boundaries.get(step.role),) if o} | facts.needed_bases(step.role)
     if step.task == "prefix_backward":
         return set()
     own = (o for o in facts.objects.values() if o.class_ == "regenerable" and o.role == step.role)
     here = (o for o in own if at.process in (o.process, *o.readers))
     copies = () if step.task == "generate" else facts.copies
-    return {o.name for o in here if o.name not in copies}
+    lent = set() if step.task == "generate" else facts.needed_bases(step.role)
+    return {o.name for o in here if o.name not in copies}.union(lent)
 
 
 def _writes(facts: Facts, step: Run) -> set[str]:

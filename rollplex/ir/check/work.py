@@ -117,12 +117,14 @@ def saved_state(facts: Facts) -> Iterator[Violation]:
 
 
 def _weights_again(facts: Facts, at: At, backward: Run, prefix: Run) -> Iterator[Violation]:
-    """Backward reads the trained weights that forward read; recomputing reads all of them."""
+    """Backward reads the weights that forward read and the base beside adapters; recomputing reads all of them."""
     kept = facts.saved.get(backward.role)
     assert kept is not None
     recomputes = kept.name not in (*backward.reads, *backward.streams)
     for name in prefix.reads:
-        needed = name in facts.theta or (recomputes and facts.objects[name].class_ == "regenerable")
+        needed = (
+            name in facts.theta or name in facts.bases or (recomputes and facts.objects[name].class_ == "regenerable")
+        )
         if needed and name not in backward.reads:
             yield Violation("task-objects", f"it reads no {name}, which its prefix read", at, object=name)
 
