@@ -7,6 +7,7 @@ from itertools import groupby
 
 from rich.text import Text
 
+from rollplex.ir.lora import merges
 from rollplex.ir.plan import Plan, SolverResult
 from rollplex.ir.planned_job import job_of
 from rollplex.ir.planned_layout import LayoutAlternative, LayoutSummary
@@ -18,14 +19,15 @@ def layout_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     layout = plan.summary.layout
     total = sum(c.params for c in layout.cases.values())
     if not total:
-        sent = f"every update sends {size(layout.exchange_bytes_per_gpu)} to each GPU of the rollout pool"
-        return labelled("layout", f"two pools share no weights: {sent}", width) if len(plan.summary.pools) > 1 else []
+        return _nothing_shared(plan, width)
     shares = "   ".join(f"case {k} {100 * c.params / total:.2f} %" for k, c in layout.cases.items())
     lines = labelled("layout", f"{shares}   of the language model", width)
-    adds = sum(c.decode_s + c.rebuild_s for c in layout.classes)
+    adds, adapters = sum(c.decode_s + c.rebuild_s for c in layout.classes), _adapters(plan)
     rest = [
         f"{layout.order} order, q = {layout.q}: case-3 buffer {size(layout.case3_buffer_bytes)} a GPU",
-        f"exchange {size(layout.exchange_bytes_per_gpu)} a GPU in {seconds(layout.exchange_s)}",
+        f"the base is frozen, an update sends {size(adapters)} of adapters to each GPU"
+        if adapters
+        else f"exchange {size(layout.exchange_bytes_per_gpu)} a GPU in {seconds(layout.exchange_s)}",
         f"adds {seconds(adds)} a step",
     ]
     rows = [
@@ -35,6 +37,22 @@ def layout_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
         *(f"needs {text}" for text in layout.needs),
     ]
     return lines + [text for row in rows for text in under(row, width)]
+
+
+def _nothing_shared(plan: Plan, width: int) -> list[Text]:
+    """What an update sends to engines that have weights of their own: pools apart, or adapters merged into them."""
+    sent, adapters, apart = plan.summary.layout.exchange_bytes_per_gpu, _adapters(plan), len(plan.summary.pools) > 1
+    merged = merges(job_of(plan))
+    if apart:
+        what = f"{size(sent)}{' of adapters' if adapters else ''} to each GPU of the rollout pool"
+        return labelled("layout", f"two pools share no weights: every update sends {what}", width)
+    what = f"adapters are merged into the rollout engine's own weights: every update sends {size(sent)} to each GPU"
+    return labelled("layout", what, width) if merged else []
+
+
+def _adapters(plan: Plan) -> int:
+    """Bytes of the adapters that a rollout rank is served, 0 where there are none."""
+    return next((o.bytes for o in plan.summary.objects if o.name == "rollout.adapters"), 0)
 
 
 def _alternative(other: LayoutAlternative) -> str:

@@ -115,7 +115,7 @@ def buffer(facts: Facts) -> Iterator[Violation]:
     # Beside adapters it is frozen, and made once: nothing rebuilds it.
     rebuilt = {at.step.object for at in facts.steps() if isinstance(at.step, Rebuild)}
     rebuilt |= {o.name for o in facts.objects.values() if o.role in facts.adapted and o.name.endswith(CASE3)}
-    if facts.adapted and told and not rebuilt:
+    if told and not rebuilt and any(facts.objects[name].readers for name in facts.bases):
         yield Violation("layout-buffer", f"no object holds the buffer of {told:,} bytes", nbytes=told, where="layout")
     for o in (facts.objects[name] for name in sorted(rebuilt)):
         if not 0 <= o.bytes - told < LARGEST_PAGE:
