@@ -19,6 +19,7 @@ from rollplex.passes.pipeline import compile_plan
 ALGORITHMS = {name: load_algorithm(f"examples/{name}.py") for name in ("grpo", "grpo_reward_model", "dapo")}
 NODE, CLUSTER = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
 FEW = ("workload.prompts=4",)
+LORA, MERGED = "roles.actor.lora={rank: 64}", "roles.actor.lora={rank: 64, served: merged}"
 TP4 = ("roles.actor.train.tensor_parallel=4", "roles.reference.score.tensor_parallel=4")
 JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rollplex": (NODE, FEW),
@@ -41,6 +42,15 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no state offload": (NODE, ("ablate=[state_offload]", *FEW)),
     "no chunked optimizer": (NODE, ("ablate=[chunked_optimizer]", *FEW)),
     "no rollout release": (NODE, ("ablate=[rollout_release]", *FEW)),
+    "lora": (NODE, (LORA, *FEW)),
+    "lora, serial, chunks": (NODE, (LORA, "schedule=serial", "optimizer.chunks=4", *FEW)),
+    "lora, naive": (NODE, (LORA, "schedule=naive", *FEW)),
+    "lora, merged": (NODE, (MERGED, *FEW)),
+    "lora, no weight sharing": (NODE, (LORA, "ablate=[weight_sharing]", *FEW)),
+    "lora, a reference of its own": (NODE, (LORA, TP4[1], *FEW)),
+    "lora, two pools": (CLUSTER, (LORA, "schedule=disaggregated", "cluster.rollout_gpus=16")),
+    "lora, distributed optimizer": (CLUSTER, (LORA, "roles.actor.train.distributed_optimizer=true")),
+    "lora, pipeline": (CLUSTER, (LORA, "roles.actor.train.pipeline_parallel=2")),
 }
 
 

@@ -35,6 +35,8 @@ PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "no weight sharing": ("grpo", NODE, ("ablate=[weight_sharing]", *FEW)),
     "four nodes": ("grpo", CLUSTER, ("workload.prompts=8",)),
     "host": ("grpo", HOST, ("workload.prompts=2",)),
+    "lora": ("grpo", NODE, ("roles.actor.lora={rank: 64}", *FEW)),
+    "lora, merged": ("grpo", NODE, ("roles.actor.lora={rank: 64, served: merged}", *FEW)),
 }
 COUNTS: Counter[str] = Counter()
 

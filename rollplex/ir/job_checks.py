@@ -25,7 +25,8 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     """Every finding; a rule is left out only where it reads what an earlier rule found missing."""
     no_model, bad_roles = list(_model(job)), list(_roles(job))
     bad_pools = list(_pools(job)) if not no_model else []
-    findings = [*no_model, *_gpu(job), *_capacity(job), *bad_roles, *_engines(job)]
+    bad_engines = list(_engines(job))
+    findings = [*no_model, *_gpu(job), *_capacity(job), *bad_roles, *bad_engines]
     findings += [*_workload(job), *_tail(job), *_one_way_of_sampling_more(job), *_sharing(job), *_chunks(job)]
     findings += bad_pools
     if not no_model:
@@ -33,7 +34,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     if not bad_roles and not bad_pools:
         findings += [*_ratio(job), *_batches(job), *_sampled(job)]
     if not bad_roles and not no_model:
-        findings += [*serving_rules(job), *lora_rules(job)]
+        findings += [*serving_rules(job), *(lora_rules(job) if not bad_engines else ())]
     if not findings:
         findings += kv_rules(job)
     return tuple(findings)

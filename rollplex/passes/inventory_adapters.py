@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollplex.ir.lora import reads_base, served_bytes
+from rollplex.ir.lora import merges, reads_base, served_bytes
 from rollplex.passes.inventory_rows import Rows
 from rollplex.passes.state import StateObject
 from rollplex.passes.work import adapter_bytes
@@ -31,7 +31,8 @@ class AdapterRows(Rows):
     def _base(self, nbytes: int) -> Iterator[StateObject]:
         """The weights that are never written, and the adapters that are."""
         job, role = self.job, self.job.policy
-        reading = (*self._decode, *self.role_windows(role, "prefix", "train"))
+        merging = self.role_windows(role, "publish") if merges(job) else ()
+        reading = (*self._decode, *self.role_windows(role, "prefix", "train"), *merging)
         lent = tuple(w for r in self.lent_to() for w in self.role_windows(r, "prefix", "score"))
         why = "frozen: one copy for both engines" if self.shared else "frozen"
         readers = f"; {' and '.join(self.lent_to())}: the same weights, adapters off" if lent else ""

@@ -87,13 +87,14 @@ def nothing_shared(job: Job) -> LayoutSummary:
     received = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
     if trains_vision(job, job.policy):
         received += job.spec.vision_parameters * job.itemsize
+    sent = served_bytes(job) if serves_adapters(job) else received
     return LayoutSummary(
         q=job.q,
         order=job.layout.order,
         cases={str(k): none for k in (1, 2, 3)},
         case3_buffer_bytes=0,
-        exchange_bytes_per_gpu=served_bytes(job) if serves_adapters(job) else received,
-        exchange_s=round(Costs(job).refresh_s(), 6),
+        exchange_bytes_per_gpu=sent,
+        exchange_s=round(Costs(job).refresh_s() if job.disaggregated else Costs(job).exchange_s(sent), 6),
         placement={f"engine {e}": tuple(range(e * job.rollout_tp, (e + 1) * job.rollout_tp)) for e in range(engines)},
         groups=1,
         classes=(),

@@ -139,6 +139,6 @@ def engines_on_other_gpus(plan: Plan) -> Iterator[Plan]:
     placed, width = plan.summary.layout.placement, len(next(iter(plan.summary.layout.placement.values())))
     if len(placed) > 1:
         yield with_layout(plan, placement=dict.fromkeys(placed, next(iter(placed.values()))))
-    if len(placed) > 1 and width > 1 and len(plan.summary.pools) == 1:
+    if len(placed) > 1 and width > 1 and plan.summary.layout.q:
         runs = {name: tuple(range(i * width, (i + 1) * width)) for i, name in enumerate(placed)}
         yield with_layout(plan, placement=runs)

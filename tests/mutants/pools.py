@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mutants.edit import change, mutant, put, steps, summarise, with_object, with_window
+from mutants.edit import change, mutant, objects, put, steps, summarise, with_object, with_window
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange
 
@@ -86,6 +86,7 @@ def fewer_bytes_sent(plan: Plan) -> Iterator[Plan]:
 @mutant("missing-exchange")
 def old_weights_sent(plan: Plan) -> Iterator[Plan]:
     """The trainer enters with something that no chunk has written."""
+    old = [name for name in ("reference.weights", "actor.base") if name in objects(plan)]
     for _, i, step in steps(plan, Exchange, process="train"):
         if any(s.group == step.group for _, _, s in steps(plan, Exchange, process="rollout")):
-            yield put(plan, "train", i, change(step, object="reference.weights"))
+            yield from (put(plan, "train", i, change(step, object=name)) for name in old)

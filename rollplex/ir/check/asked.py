@@ -113,7 +113,8 @@ def adapters(facts: Facts, job: Job) -> Iterator[Violation]:
         what = f"{held}, the job's adapters take {nbytes:,} on a rollout rank"
         yield Violation("asked", what, object="rollout.adapters", nbytes=nbytes)
     for at, step in facts.groups:
-        if step.role not in facts.adapted and facts.bases.intersection(step.reads) and not reads_base(job, step.role):
+        lent = step.role in job.roles and step.role not in facts.adapted and facts.bases.intersection(step.reads)
+        if lent and not reads_base(job, step.role):
             yield Violation("asked", f"{step.role} reads base weights that are not its own model's", at)
 
 

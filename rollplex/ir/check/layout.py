@@ -167,7 +167,7 @@ def _list(gpus: list[int]) -> str:
 
 
 def apart(facts: Facts) -> Iterator[Violation]:
-    """Pools of their own share no weights: nothing is in any case."""
+    """Where no weights are shared nothing is in any case, and the GPUs of a node have as many engines as they hold."""
     layout = facts.plan.summary.layout
     if (
         layout.classes
@@ -176,6 +176,13 @@ def apart(facts: Facts) -> Iterator[Violation]:
         or any(c.params or c.bytes for c in layout.cases.values())
     ):
         yield Violation("layout-cases", "weights are in a layout case, and nothing is shared", where="layout")
+    rollout = facts.plan.processes.get("rollout")
+    match facts.plan.job:
+        case {"cluster": {"gpus_per_node": int(gpus)}} if rollout:
+            engines = min(gpus, rollout.ranks) // max(rollout.tensor_parallel, 1)
+            if len(layout.placement) != engines:
+                what = f"{len(layout.placement)} engines are placed on a node, it has {engines}"
+                yield Violation("layout-placement", what, where="layout")
 
 
 def check_layout(facts: Facts) -> Iterator[Violation]:
