@@ -118,6 +118,19 @@ def adapters(facts: Facts, job: Job) -> Iterator[Violation]:
             yield Violation("asked", f"{step.role} reads base weights that are not its own model's", at)
 
 
+def sent(facts: Facts, job: Job) -> Iterator[Violation]:
+    """Where no weights are shared an update sends a rollout rank its whole shard, or the adapters that it serves."""
+    if job.shares_weights:
+        return
+    parts = trained_parts(job, job.policy)
+    nbytes = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
+    nbytes += job.spec.vision_parameters * job.itemsize if "vision" in parts else 0
+    nbytes = served_bytes(job) or nbytes
+    if (told := facts.plan.summary.layout.exchange_bytes_per_gpu) != nbytes:
+        what = f"an update sends {told:,} bytes to a GPU, what it changes takes {nbytes:,} there"
+        yield Violation("layout-exchange", what, nbytes=nbytes, where="layout")
+
+
 def policy(facts: Facts, job: Job) -> Iterator[Violation]:
     """A GPU is shared as the job says, where prefixes run beside decode, and not at all where nothing does."""
     told = facts.plan.summary.policy
@@ -159,7 +172,7 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
 
 
 CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
-    capacities, schedule, engines, budgets, roles, adapters, policy, tail, executable,
+    capacities, schedule, engines, budgets, roles, adapters, sent, policy, tail, executable,
 )  # fmt: skip
 
 

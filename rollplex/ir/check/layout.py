@@ -176,6 +176,11 @@ def apart(facts: Facts) -> Iterator[Violation]:
         or any(c.params or c.bytes for c in layout.cases.values())
     ):
         yield Violation("layout-cases", "weights are in a layout case, and nothing is shared", where="layout")
+    yield from _by_node(facts, layout)
+
+
+def _by_node(facts: Facts, layout: LayoutSummary) -> Iterator[Violation]:
+    """Engines that share nothing fill a node one after the other."""
     rollout = facts.plan.processes.get("rollout")
     match facts.plan.job:
         case {"cluster": {"gpus_per_node": int(gpus)}} if rollout:
@@ -183,6 +188,11 @@ def apart(facts: Facts) -> Iterator[Violation]:
             if len(layout.placement) != engines:
                 what = f"{len(layout.placement)} engines are placed on a node, it has {engines}"
                 yield Violation("layout-placement", what, where="layout")
+    for name, placed in layout.placement.items():
+        if list(placed) != list(range(placed[0], placed[0] + len(placed)) if placed else ()):
+            yield Violation(
+                "layout-placement", f"{name} is on GPUs {_list(list(placed))}, not side by side", where=name
+            )
 
 
 def check_layout(facts: Facts) -> Iterator[Violation]:
