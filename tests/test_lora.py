@@ -23,9 +23,9 @@ from rollplex.ir.plan import Plan, PlannedObject
 from rollplex.ir.shards import Degrees, owned_parameters, rank_parameters
 from rollplex.ir.spec import Adapters, ModelSpec
 from rollplex.ir.steps import Exchange, Rebuild, Run, UpdateChunk
+from rollplex.ir.work import role_work
 from rollplex.passes.costs import ADAPTER_LAUNCH_S, Costs
 from rollplex.passes.pipeline import compile_plan
-from rollplex.passes.work import role_work
 from rollplex.show.page import plan_page
 
 GRPO = load_algorithm("examples/grpo.py")

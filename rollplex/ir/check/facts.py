@@ -99,7 +99,7 @@ class Facts:
     @cached_property
     def adapted(self) -> dict[str, str]:
         """Roles that are trained through adapters, and how the rollout engine is served them: `adapter`, `merged`."""
-        roles = self.plan.job.get("roles")
+        roles = (self.plan.job or {}).get("roles")
         found: dict[str, str] = {}
         for role in self.trained if isinstance(roles, dict) else ():
             match roles.get(role):
