@@ -99,13 +99,13 @@ class Facts:
     @cached_property
     def adapted(self) -> dict[str, str]:
         """Roles that are trained through adapters, and how the rollout engine is served them: `adapter`, `merged`."""
-        roles = (self.plan.job or {}).get("roles")
-        found: dict[str, str] = {}
-        for role in self.trained if isinstance(roles, dict) else ():
-            match roles.get(role):
-                case {"lora": {"served": str(served)}}:
-                    found[role] = served
-        return found
+        match self.plan.job:
+            case {"roles": dict() as roles}:
+                sections = {name: role.get("lora") for name, role in roles.items() if isinstance(role, dict)}
+            case _:
+                return {}
+        adapters = {name: lora for name, lora in sections.items() if isinstance(lora, dict) and name in self.trained}
+        return {name: str(lora.get("served")) for name, lora in adapters.items()}
 
     def frozen_part(self, o: PlannedObject) -> bool:
         """Whether the job freezes this part of a trained role: its vision tower, all but adapters and merged copies."""
