@@ -150,10 +150,10 @@ def unrun_features(job: Job, role: str) -> tuple[str, ...]:
     section, part = job.trainer(role), job.roles[role]
     degrees = ("pipeline_parallel", "context_parallel", "expert_parallel")
     found = [f"{name} {getattr(section, name)}" for name in degrees if getattr(section, name) > 1]
-    found += ["distributed_optimizer"] if section.distributed_optimizer else []
-    found += ["recompute selective"] if part.recompute == "selective" else []
-    found += ["lora"] if part.lora else []
-    return (*found, *(["attention unfused"] if part.attention == "unfused" else []))
+    switches = {"distributed_optimizer": section.distributed_optimizer, "lora": part.lora is not None}
+    switches |= {"recompute selective": part.recompute == "selective"}
+    switches |= {"attention unfused": part.attention == "unfused"}
+    return (*found, *(name for name, on in switches.items() if on))
 
 
 # ---- summary
