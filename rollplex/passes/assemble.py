@@ -151,8 +151,7 @@ def unrun_features(job: Job, role: str) -> tuple[str, ...]:
     degrees = ("pipeline_parallel", "context_parallel", "expert_parallel")
     found = [f"{name} {getattr(section, name)}" for name in degrees if getattr(section, name) > 1]
     switches = {"distributed_optimizer": section.distributed_optimizer, "lora": part.lora is not None}
-    switches |= {"recompute selective": part.recompute == "selective"}
-    switches |= {"attention unfused": part.attention == "unfused"}
+    switches |= {"recompute selective": part.recompute == "selective", "attention unfused": part.attention == "unfused"}
     return (*found, *(name for name, on in switches.items() if on))
 
 
