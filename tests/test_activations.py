@@ -213,7 +213,7 @@ def test_the_first_stage_keeps_a_step_in_flight_for_every_stage() -> None:
     boundary = TOKENS * one.kv_bytes
     assert FACTS.train_activation_bytes(four) - sent - boundary // 4 == FACTS.train_activation_bytes(one) - boundary
     assert FACTS.train_activation_bytes(one) - boundary == 4096 * GPT.layers * a.layer_bytes(one, 4096 + TOKENS) + head
-    assert replace(four, steps=2).in_flight == 2
+    assert replace(four, steps=2).layers_in_flight == 2 * GPT.layers // 4
 
 
 def test_context_parallelism_cuts_the_tokens() -> None:

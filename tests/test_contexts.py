@@ -6,6 +6,8 @@ import pytest
 
 from rollplex.ir.hardware import communication_mib
 from rollplex.ir.job import Job, load_job
+from rollplex.ir.loading import load_algorithm
+from rollplex.passes.pipeline import compile_plan
 from rollplex.passes.work import communicators, process_bytes
 
 X8, X32 = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
@@ -24,10 +26,21 @@ def test_nccl_takes_what_was_measured(count: int, mib: int) -> None:
 def test_a_rank_is_in_the_groups_of_its_degrees() -> None:
     """One node: TP8 and q2. Four: DP4 too. A second copy of the weights needs no q group. vLLM has its TP4."""
     one, four = load_job(X8), load_job(X32)
-    assert communicators(one, "train", shared=True) == ("tp8", "q2")
-    assert communicators(four, "train", shared=True) == ("tp8", "dp4", "q2")
-    assert communicators(four, "train", shared=False) == ("tp8", "dp4")
-    assert communicators(one, "rollout", shared=True) == ("tp4",)
+    assert communicators(one, "train", (1, 2)) == ("tp8", "q2")
+    assert communicators(four, "train", (1, 2)) == ("tp8", "dp4", "q2")
+    assert communicators(four, "train", ()) == ("tp8", "dp4")
+    assert communicators(one, "rollout", (1, 2)) == ("tp4",)
+
+
+def test_experts_are_gathered_in_a_group_of_their_own() -> None:
+    """30B-A3B at TP4 and EP4 under rollout TP2: dense weights of 2 ranks, experts of 2 x 4; two stages double both."""
+    moe = ["model.name=Qwen3-VL-30B-A3B", "roles.actor.train.tensor_parallel=4", "roles.actor.train.expert_parallel=4"]
+    moe += ["roles.reference.score.tensor_parallel=4", "roles.actor.rollout.tensor_parallel=2"]
+    found = [f"roles.actor.train.pipeline_parallel={pp}" for pp in (1, 2)]
+    contexts = [compile_plan(load_algorithm("examples/grpo.py"), load_job(X32, [*moe, o])) for o in found]
+    whys = [plan.object("train.context").why for plan in contexts]
+    assert "NCCL over tp4, ep4, dp8, q2, q8" in whys[0]
+    assert "NCCL over tp4, pp2, ep4, dp4, q4, q16" in whys[1]
 
 
 def sized(groups: tuple[str, ...], *overrides: str) -> float:
@@ -46,4 +59,4 @@ def test_the_job_may_state_its_own_figures() -> None:
 def test_a_cpu_process_has_no_context() -> None:
     """The host backend's plans have no such object: the arena's log would have to show it."""
     job = load_job("examples/jobs/shapes_host.yaml")
-    assert process_bytes(job, communicators(job, "train", shared=True)) == 0
+    assert process_bytes(job, communicators(job, "train", ())) == 0

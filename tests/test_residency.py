@@ -12,6 +12,7 @@ from rollplex.passes.residency_data import UNIT, Data, data_of
 from rollplex.passes.schedule import Call, Schedule, windows_of
 from rollplex.passes.solver import constrain, minimise
 from rollplex.passes.state import START, Lifetimes, StateObject
+from rollplex.passes.timeline import Added
 
 JOB = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
 CALLS = [
@@ -40,7 +41,7 @@ def solve(data: Data) -> Residency:
 
 
 def lone(o: StateObject, job: Job, kind: str = "rollplex") -> Residency:
-    return solve(data_of(job, schedule(kind), Lifetimes((o,))))
+    return solve(data_of(job, schedule(kind), Lifetimes((o,)), Added()))
 
 
 def test_a_permanent_object_stays_at_the_host_when_hbm_is_short() -> None:
@@ -84,7 +85,7 @@ def test_what_is_made_and_used_up_within_an_iteration_is_not_cyclic() -> None:
     names = schedule("rollplex").names()
     state = StateObject("s", "", "phase-local", "actor", 8 * GIB, {names[-1]: "hbm"}, produced=names[0], options=BOTH)
     weights = replace(state, name="w", produced=START)
-    data = data_of(load_job(JOB), schedule("rollplex"), Lifetimes((state, weights)))
+    data = data_of(load_job(JOB), schedule("rollplex"), Lifetimes((state, weights)), Added())
     made, kept = data.items
     assert made.alive == kept.alive == names
     assert (names[-1], names[0]) in tuple(kept.pairs())
@@ -97,7 +98,7 @@ def test_numbers_of_the_model_are_those_of_the_job() -> None:
     saved = StateObject("s", "", "phase-local", "actor", 8 * GIB + 1, {names[1]: "stream", names[4]: "stream"},
                         produced=names[1], recomputable=True, options=BOTH)  # fmt: skip
     job = load_job(JOB)
-    data = data_of(job, schedule("rollplex"), Lifetimes((saved,)))
+    data = data_of(job, schedule("rollplex"), Lifetimes((saved,)), Added())
     (item,) = data.items
     assert item.units == 8 * GIB // UNIT + 1
     assert item.link_us == round(8 * GIB / (job.device.host_link_gb_s * 1e9) * 1e6)
@@ -112,7 +113,7 @@ def test_numbers_of_the_model_are_those_of_the_job() -> None:
 
 def test_serial_phases_hide_nothing() -> None:
     """One stretch a window, without slack."""
-    data = data_of(load_job(JOB), schedule("serial"), Lifetimes(()))
+    data = data_of(load_job(JOB), schedule("serial"), Lifetimes(()), Added())
     assert [k.windows for k in data.stretches] == [(w,) for w in data.windows]
     assert not any(k.slack_us for k in data.stretches)
 
@@ -121,4 +122,4 @@ def test_an_object_that_nothing_makes_again_is_never_dropped() -> None:
     """`dropped` is for recomputable objects: anything else would lose its contents without a price."""
     lost = StateObject("s", "", "permanent", "actor", GIB, {}, options=frozenset({"hbm", "dropped"}))
     with pytest.raises(AssertionError, match="s may be dropped, but nothing makes it again"):
-        data_of(load_job(JOB), schedule("serial"), Lifetimes((lost,)))
+        data_of(load_job(JOB), schedule("serial"), Lifetimes((lost,)), Added())

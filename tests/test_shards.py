@@ -76,7 +76,12 @@ def test_megatrons_bytes_a_parameter() -> None:
         assert (6 * held + 12 * owned) / held == pytest.approx(6 + 12 / dp, rel=1e-6)
 
 
-def test_layers_are_dealt_out_evenly() -> None:
-    assert stage_layers(MOE, 2) == 47
-    assert stage_layers(D32, 8) == 8
+def test_layers_are_dealt_out_evenly_but_for_stated_ends() -> None:
+    """94 layers over 4 stages: 22 on the first leave 24 each; the last with 24 of its own leaves 24, 24 of 48."""
+    assert stage_layers(94, Degrees(pp=2)) == (47, 47)
+    assert stage_layers(64, Degrees(pp=8)) == (8,) * 8
+    assert stage_layers(94, Degrees(pp=4, first=22)) == (22, 24, 24, 24)
+    assert stage_layers(94, Degrees(pp=4, first=22, last=24)) == (22, 24, 24, 24)
+    assert stage_layers(94, Degrees(pp=4, last=19)) == (25, 25, 25, 19)
+    assert stage_layers(5, Degrees(pp=2, first=2, last=3)) == (2, 3)
     assert str(Degrees(tp=8, pp=2, ep=4)) == "TP8 PP2 EP4"

@@ -9,7 +9,7 @@
                                 the host)                  ||                      norm, offload  ||
  rollout prompts?  map kv  generate ..           rollout!  || unmap kv  freed!                    ||
                                                    rollout-complete                        theta-quiet        published
- HBM     snapshot 16, case3 2 ================================================================== rewritten == rebuilt
+ HBM     snapshot 336, case3 36 ================================================================ rewritten == rebuilt
          kv 1152 ========================================= freed
          reference 8 ======= freed                         || reference 8 ======= freed
          boundary of the reference 4 ==================================== freed
@@ -181,7 +181,7 @@ class Hand:
     def publish(self) -> list[Step]:
         w, snapshot = self.w["publish"], "actor.snapshot"
         shared = [
-            Exchange(window=w, group="q", op="all_gather", object=snapshot, nbytes=8),
+            Exchange(window=w, group="q", op="all_gather", object=snapshot, nbytes=162),
             Rebuild(window=w, object="actor.case3", reads=(snapshot,)),
         ]
         return [
@@ -192,7 +192,7 @@ class Hand:
 
     def refresh(self, name: str) -> Exchange:
         """Both engines enter it: the rollout engine's copy is filled from the trainer's."""
-        return Exchange(window=self.w["publish"], group="refresh", op="all_gather", object=name, nbytes=16)
+        return Exchange(window=self.w["publish"], group="refresh", op="all_gather", object=name, nbytes=336)
 
     # ---- programs
 

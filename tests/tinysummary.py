@@ -58,9 +58,9 @@ WINDOWS: dict[Variant, dict[str, str]] = {
 # By window, where an object is (H hbm, h host, d dropped, - nowhere) and whether it is used (u); `.` is no such object.
 TABLE = """
 object              class       bytes start rollplex        serial          apart           more
-actor.snapshot      regenerable    16 hbm   HHHHHHH uuu-uuu HHHHHHH u--uuuu HHHHHHH ---uuuu shared
-actor.case3         regenerable     2 hbm   HHHHHHH uuu---u HHHHHHH u-----u . .             shared
-rollout.weights     regenerable    16 hbm   . .             . .             HHHHHHH u-----u
+actor.snapshot      regenerable   336 hbm   HHHHHHH uuu-uuu HHHHHHH u--uuuu HHHHHHH ---uuuu shared
+actor.case3         regenerable    36 hbm   HHHHHHH uuu---u HHHHHHH u-----u . .             shared
+rollout.weights     regenerable   336 hbm   . .             . .             HHHHHHH u-----u
 reference.weights   regenerable     8 host  HhhHhhh u--u--- hHHhhhh -uu---- hHHhhhh -uu---- host_backed
 rollout.kv          phase-local  1152 -     HHH---- uuu---- H------ u------ H------ u------
 reference.boundary  boundary        4 -     HHHH--- u--u--- -HH---- -uu---- -HH---- -uu---- slots
@@ -224,14 +224,14 @@ def host_pool(variant: Variant) -> HostPool:
     return HostPool(bytes=top, bound_bytes=bound, status=status, offsets=tuple(places))
 
 
-# Name, view, case, tensors, parameters (those of tinyjob.CONFIG in all), bytes of shard, received, and buffer.
+# Name, view, case, tensors, parameters (those of tinyjob.CONFIG in all), bytes of shard, received, and buffer, group.
 CLASSES = """
-embed   alias     1 1 128 4 2 0
-qkv     rebuild   3 6 18  2 1 2
-o       transpose 2 1 4   4 2 0
-gate_up slabs     1 2 8   2 1 0
-down    transpose 2 1 4   4 2 0
-norm    alias     1 3 6   2 0 0
+embed   alias     1 1 128 256 128 0  2
+qkv     rebuild   3 6 18  36  18  36 2
+o       transpose 2 1 4   8   4   0  2
+gate_up slabs     1 2 8   16  8   0  2
+down    transpose 2 1 4   8   4   0  2
+norm    alias     1 3 6   12  0   0  1
 """
 CASE_OF = {"o_proj": 2, "down_proj": 2, "q_proj": 3, "k_proj": 3, "v_proj": 3}
 
@@ -249,16 +249,17 @@ def layout(shared: bool) -> LayoutSummary:
         LayoutClass.model_validate(
             {"name": name, "view": view, "case": int(case), "tensors": int(count), "params": int(params)}
             | {"shard_bytes": int(shard), "receives_bytes": int(gets), "sends_bytes": int(gets), "why": name}
-            | {"buffer_bytes": int(buffer), "slabs": 1, "pieces": 1, "decode_s": 0.0, "rebuild_s": 0.0}
+            | {"buffer_bytes": int(buffer), "group": int(group), "slabs": 1, "pieces": 1}
+            | {"decode_s": 0.0, "rebuild_s": 0.0}
         )
-        for name, view, case, count, params, shard, gets, buffer in rows
+        for name, view, case, count, params, shard, gets, buffer, group in rows
     )
     return LayoutSummary(
         q=2,
         order="stock",
         cases={k: CaseBytes(params=n, bytes=2 * n) for k, n in params.items()},
-        case3_buffer_bytes=2 if shared else 0,
-        exchange_bytes_per_gpu=8 if shared else 16,
+        case3_buffer_bytes=36 if shared else 0,
+        exchange_bytes_per_gpu=162 if shared else 336,
         exchange_s=1.0,
         placement={"engine 0": (0,), "engine 1": (1,)},
         groups=1,

@@ -88,11 +88,11 @@ def layer_bytes(work: Work, context: int) -> int:
     return attention_bytes(work, context) + max(dense, moe_bytes(work))
 
 
-def layers_bytes(work: Work, context: int) -> int:
-    """Everything the layers of the fullest stage save for backward, a token."""
-    routed = 0 if work.spec.moe is None else work.layers - _dense_layers(work)
-    plain = work.layers - routed
-    return work.layers * attention_bytes(work, context) + plain * dense_bytes(work) + routed * moe_bytes(work)
+def layers_bytes(work: Work, context: int, layers: int) -> int:
+    """Everything this many layers of a stage save for backward, a token."""
+    routed = 0 if work.spec.moe is None else layers - _dense_layers(work)
+    plain = layers - routed
+    return layers * attention_bytes(work, context) + plain * dense_bytes(work) + routed * moe_bytes(work)
 
 
 def _dense_layers(work: Work) -> int:

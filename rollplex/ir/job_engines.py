@@ -34,7 +34,15 @@ class Train(Parallel):
     data_parallel: Count | None = Field(
         default=None, description="copies of the model; null derives GPUs / (tensor x pipeline x context parallel)"
     )
-    pipeline_parallel: Count = Field(default=1, description="stages that the layers are dealt out to; must divide them")
+    pipeline_parallel: Count = Field(
+        default=1, description="stages that the layers are dealt out to; must divide them, or what two keys leave"
+    )
+    num_layers_in_first_pipeline_stage: Count | None = Field(
+        default=None, description="megatron: layers beside embedding and vision tower; null is as many as elsewhere"
+    )
+    num_layers_in_last_pipeline_stage: Count | None = Field(
+        default=None, description="megatron: layers beside the head; null is as many as elsewhere"
+    )
     context_parallel: Count = Field(default=1, description="ranks that one sequence's tokens are dealt out to")
     expert_parallel: Count = Field(
         default=1, description="ranks that the experts are dealt out to, among the data x context parallel ones"

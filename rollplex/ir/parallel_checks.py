@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from rollplex.ir.findings import Finding, KeyPath
 from rollplex.ir.job_schema import Train
+from rollplex.ir.shards import stage_layers
 
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
     from rollplex.ir.job_schema import Parallel
 
+_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _GPUS: tuple[KeyPath, ...] = (("cluster", "nodes"), ("cluster", "gpus_per_node"), ("cluster", "rollout_gpus"))
 
 
@@ -41,9 +43,11 @@ def parallel_notes(job: Job, path: KeyPath, section: Parallel) -> Iterator[str]:
     if tp > per_node:
         yield f"{where}: tensor_parallel {tp} crosses nodes of {per_node} GPUs; predicted times leave its network out"
     if isinstance(section, Train) and section.pipeline_parallel > 1:
+        sizes = stage_layers(spec.layers, job.degrees(str(path[1])))
+        uneven = f" of {', '.join(map(str, sizes))} layers" if len(set(sizes)) > 1 else ""
         yield (
-            f"{where}: sizes are those of the pipeline stage that holds most of each object: the first has embedding, "
-            f"tower and {section.pipeline_parallel} suffix steps in flight, the last has the head"
+            f"{where}: sizes are those of the pipeline stage{uneven} that holds most of each object: the first has "
+            f"embedding, tower and {section.pipeline_parallel} suffix steps in flight, the last has the head"
         )
     if spec.moe and path[2] == "train":
         yield f"{where}: experts are taken as evenly loaded"
@@ -68,12 +72,39 @@ def _tensor_parallel(job: Job, path: KeyPath, tp: int) -> Iterator[Finding]:
 
 def _stages(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
     spec, pp = job.spec_of(str(path[1])), section.pipeline_parallel
-    layers = spec.layers
-    if layers % pp:
+    layers, stated = spec.layers, [key for key in _STAGES if getattr(section, key) is not None]
+    if stated:
+        yield from _stated_stages(job, path, section, stated)
+    elif layers % pp:
         legal = [n for n in range(1, layers + 1) if layers % n == 0 and n <= job.train_gpus]
         what = f"pipeline_parallel {pp} does not divide the {layers} layers ({spec.name})"
         hint = "pipeline_parallel " + " or ".join(map(str, legal))
+        if pp <= layers:
+            hint += f", or {_STAGES[0]} {_first_stage(layers, pp - 1)}"
         yield Finding((*path, "pipeline_parallel"), what, hint, (("model",),))
+
+
+def _stated_stages(job: Job, path: KeyPath, section: Train, stated: list[str]) -> Iterator[Finding]:
+    """The stages without a number of their own share what is left evenly, and each has a layer at least."""
+    spec, pp, key = job.spec_of(str(path[1])), section.pipeline_parallel, (*path, stated[0])
+    numbers = {name: getattr(section, name) for name in stated}
+    told = " and ".join(f"{name} {n}" for name, n in numbers.items())
+    left, stages = spec.layers - sum(numbers.values()), pp - len(stated)
+    uses = (*((*path, name) for name in stated[1:]), (*path, "pipeline_parallel"), ("model",))
+    if pp == 1:
+        yield Finding(key, f"{told}, but there is one stage", "leave it out, or pipeline_parallel 2", uses)
+    elif left < stages or (left and not stages):
+        what = f"{told} of {spec.layers} layers ({spec.name}) leave {left} for {stages} other stages"
+        yield Finding(key, what, f"{stated[0]} {numbers[stated[0]] + left - stages}" if not stages else "fewer", uses)
+    elif stages and left % stages:
+        others = sum(numbers.values()) - numbers[stated[0]]
+        what = f"{told} of {spec.layers} layers ({spec.name}) leave {left}, which {stages} stages do not share evenly"
+        yield Finding(key, what, f"{stated[0]} {_first_stage(spec.layers - others, stages)}", uses)
+
+
+def _first_stage(layers: int, others: int) -> int:
+    """Layers for one stage that leave the others an even share: rather fewer, it has embedding or head too."""
+    return max(layers - others * -(-layers // (others + 1)), 0) or layers - others * (layers // (others + 1))
 
 
 def _experts(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
@@ -131,7 +162,7 @@ def _host(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
     """The host engine is one training rank."""
     if section.engine != "host":
         return
-    for key in ("pipeline_parallel", "context_parallel", "expert_parallel", "distributed_optimizer"):
+    for key in ("pipeline_parallel", *_STAGES, "context_parallel", "expert_parallel", "distributed_optimizer"):
         if getattr(section, key) != type(section).model_fields[key].default:
             yield Finding((*path, key), f"engine host has no {key}: it trains on one rank", "leave it out")
     role = job.roles[str(path[1])]
@@ -142,7 +173,7 @@ def _host(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
 
 FSDP = "fsdp"
 _ONLY_WHOLE = ("zero", "microbatch", "offload_parameters", "offload_optimizer")
-_NOT_WHOLE = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "distributed_optimizer")
+_NOT_WHOLE = ("tensor_parallel", "pipeline_parallel", *_STAGES, "expert_parallel", "distributed_optimizer")
 
 
 def _whole_sequences(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:

@@ -37,8 +37,11 @@ class LayoutClass(Strict):
     pieces: Whole = Field(description="matrices in a tensor: the experts of a stack, or one")
     shard_bytes: Whole = Field(description="one rollout rank's shards")
     buffer_bytes: Whole
-    sends_bytes: Whole = Field(description="most that a GPU sends in its group of q after an update")
-    receives_bytes: Whole
+    group: Whole = Field(
+        default=1, description="GPUs that gather it after an update: q, times pipeline stages, times EP for experts"
+    )
+    sends_bytes: Whole = Field(description="most that a GPU sends in its group after an update")
+    receives_bytes: Whole = Field(description="of the GPU that receives most of all classes together")
     decode_s: Seconds = Field(description="predicted seconds that reading it so adds to a step")
     rebuild_s: Seconds
     needs: str = Field(default="", description="what an engine must be taught; empty when it can as it comes")
@@ -61,12 +64,16 @@ class LayoutSummary(Strict):
     order: Literal["stock", "reindex", "auto"]
     cases: dict[str, CaseBytes]
     case3_buffer_bytes: Whole
-    exchange_bytes_per_gpu: Whole
-    exchange_s: Seconds = Field(description="predicted seconds of the exchange over NVLink")
+    exchange_bytes_per_gpu: Whole = Field(description="of the language model, on the GPU that receives most")
+    tower_bytes: Whole = Field(
+        default=0, description="beside it, a trained vision tower on GPUs of pipeline stages that do not train it"
+    )
+    between_nodes_bytes: Whole = Field(default=0, description="a GPU's share of what its node receives of others")
+    exchange_s: Seconds = Field(description="predicted seconds of the exchange over NVLink and between nodes")
     placement: dict[str, tuple[Whole, ...]] = Field(
         description="rollout engine -> GPUs of a training group, by rollout rank"
     )
-    groups: Whole = Field(description="training groups; all place their engines alike")
+    groups: Whole = Field(description="tensor-parallel groups of all stages and copies; all place their engines alike")
     classes: tuple[LayoutClass, ...]
     needs: tuple[str, ...] = Field(description="what the engines must be taught for it")
     alternatives: tuple[LayoutAlternative, ...]

@@ -1,6 +1,6 @@
 """What one rank of a parallel training engine holds of a model: tensor, pipeline, context and expert parallelism.
 
-    stage 0             embedding, vision tower, layers 0 .. L/pp - 1
+    stage 0             embedding, vision tower, layers 0 .. L/pp - 1 (or as many as the job states)
     stage pp-1          layers .. L-1, final norm, head (or the copy of a tied embedding)
     tensor parallel     every sharded tensor over tp ranks           expert parallel     whole experts over ep ranks
     context parallel    nothing: weights are repeated, tokens are cut
@@ -28,6 +28,9 @@ class Degrees:
     cp: int = 1
     ep: int = 1
     dp: int = 1
+    first: int | None = None
+    """Layers of the first stage; None is an even share. The same for the last."""
+    last: int | None = None
 
     @property
     def model(self) -> int:
@@ -44,16 +47,31 @@ class Degrees:
         return " ".join([f"TP{self.tp}", *(f"{name}{size}" for name, size in named if size > 1)])
 
 
-def stage_of(spec: ModelSpec, tensor: Tensor, pp: int) -> int:
-    """The pipeline stage of a tensor; layers are dealt out evenly, the embedding first, norm and head last."""
-    if tensor.part == "vision" or tensor.kind == "embed":
-        return 0
-    return pp - 1 if tensor.layer is None else tensor.layer * pp // spec.layers
+def stage_layers(layers: int, degrees: Degrees) -> tuple[int, ...]:
+    """Layers of each stage: as stated for the first and the last, dealt out evenly over the others.
+
+    Source: Megatron-Core transformer_block.get_num_layers_to_build.
+    """
+    first, last = ((n,) if n is not None else () for n in (degrees.first, degrees.last))
+    between = degrees.pp - len(first) - len(last)
+    left = layers - sum(first) - sum(last)
+    return (*first, *((i + 1) * left // between - i * left // between for i in range(between)), *last)
 
 
-def stage_layers(spec: ModelSpec, pp: int) -> int:
-    """Language layers of the stage that has most."""
-    return -(-spec.layers // pp)
+@lru_cache(maxsize=512)
+def _stage_of_layer(layers: int, degrees: Degrees) -> tuple[int, ...]:
+    sizes = stage_layers(layers, degrees)
+    return tuple(stage for stage, size in enumerate(sizes) for _ in range(size))
+
+
+def stages_of(spec: ModelSpec, tensor: Tensor, degrees: Degrees) -> tuple[int, ...]:
+    """The pipeline stages that hold a tensor: one, or for a tied embedding the first and the last."""
+    end = degrees.pp - 1
+    if tensor.part == "vision":
+        return (0,)
+    if tensor.kind == "embed":
+        return (0, end) if spec.tied and end else (0,)
+    return (end,) if tensor.layer is None else (_stage_of_layer(spec.layers, degrees)[tensor.layer],)
 
 
 def rank_numel(spec: ModelSpec, tensor: Tensor, degrees: Degrees) -> int:
@@ -67,8 +85,7 @@ def stage_parameters(spec: ModelSpec, degrees: Degrees, stage: int, part: Part) 
     """Elements that a rank of a stage holds of a part: dense ones, and of experts."""
     dense = experts = 0
     for tensor in spec.tensors():
-        copied = spec.tied and degrees.pp > 1 and tensor.kind == "embed" and stage == degrees.pp - 1
-        if part != tensor.part or not (copied or stage_of(spec, tensor, degrees.pp) == stage):
+        if part != tensor.part or stage not in stages_of(spec, tensor, degrees):
             continue
         numel = rank_numel(spec, tensor, degrees)
         dense, experts = (dense, experts + numel) if tensor.kind in EXPERTS else (dense + numel, experts)

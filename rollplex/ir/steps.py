@@ -118,11 +118,13 @@ class Exchange(_Step):
     """A collective over a group of ranks: gradients are reduced over `dp`, slabs of a rollout shard gathered over `q`.
 
     Where each replica updates a share, gradients are scattered (`reduce_scatter`) and new weights gathered over `dp`.
+    Group `q` is all ranks that own a part of a rollout shard: of each weight class `summary.layout.classes[].group`.
+    The first pipeline stage sends a trained tower to the others (`broadcast` over `pp`).
     """
 
     kind: Literal["exchange"] = "exchange"
     group: str
-    op: Literal["all_reduce", "reduce_scatter", "all_gather"]
+    op: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
     object: Name
     nbytes: Whole = Field(description="bytes a GPU receives")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rollplex.ir.lora import trained_spec
-from rollplex.ir.shards import stage_layers
+from rollplex.ir.shards import Degrees, stage_layers
 from rollplex.ir.spec import Adapters, ModelSpec
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ class Work:
 
     Tokens are those of whole sequences; a rank works on `local` ones. `recompute` makes whole layers again in the
     backward, `recompute_attention` the core of attention alone; `unfused` attention keeps its score matrix.
-    `steps` are the suffix steps of a whole iteration, which fill a pipeline. Ranks that share a sequence pass keys and
-    values around (ring), or `by_heads` swap tokens for heads inside attention (Ulysses). With `adapters` only they are
-    trained.
+    `steps` are the suffix steps of a whole iteration, which fill a pipeline; its `first` and `last` stage may have
+    layers of their own number. Ranks that share a sequence pass keys and values around (ring), or `by_heads` swap
+    tokens for heads inside attention (Ulysses). With `adapters` only they are trained.
     """
 
     spec: ModelSpec
@@ -38,6 +38,8 @@ class Work:
     response_tokens: int
     vision_grad: bool = False
     pp: int = 1
+    first: int | None = None
+    last: int | None = None
     cp: int = 1
     ep: int = 1
     recompute_attention: bool = False
@@ -53,14 +55,22 @@ class Work:
         return self.responses * self.response_tokens
 
     @property
-    def layers(self) -> int:
-        """Language layers of the fullest pipeline stage."""
-        return stage_layers(self.spec, self.pp)
+    def stages(self) -> tuple[int, ...]:
+        """Language layers of each pipeline stage."""
+        return stage_layers(self.spec.layers, Degrees(pp=self.pp, first=self.first, last=self.last))
 
     @property
-    def in_flight(self) -> int:
-        """Suffix steps whose activations the first pipeline stage holds at a time (1F1B)."""
-        return min(self.pp, self.steps)
+    def layers(self) -> int:
+        """Language layers of the fullest pipeline stage."""
+        return max(self.stages)
+
+    @property
+    def layers_in_flight(self) -> int:
+        """Layers of suffix steps whose activations a stage holds at a time: stage s as many steps as follow it (1F1B).
+
+        It is the stage that holds most; of stages alike, the first.
+        """
+        return max(min(self.pp - stage, self.steps) * layers for stage, layers in enumerate(self.stages))
 
     def local(self, tokens: int) -> int:
         """Tokens of a rank: a sequence is dealt out in 2 cp equal pieces, two a rank, or `by_heads` in cp of them."""
@@ -105,6 +115,8 @@ def role_work(job: Job, role: str) -> Work:
         response_tokens=job.workload.response_tokens,
         vision_grad=spec.vision is not None and trains_vision(job, role),
         pp=engine.pipeline_parallel,
+        first=engine.num_layers_in_first_pipeline_stage,
+        last=engine.num_layers_in_last_pipeline_stage,
         cp=engine.context_parallel,
         ep=engine.expert_parallel,
         recompute_attention=job.roles[role].recompute == "selective",

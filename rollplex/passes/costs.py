@@ -195,8 +195,12 @@ def _sends_tower(job: Job) -> bool:
 
 
 def ways(work: Work) -> float:
-    """Ranks that share a sequence's work, less the time a pipeline fills and drains: (steps + stages - 1) / steps."""
-    return work.tp * work.pp * work.cp * work.steps / (work.steps + work.pp - 1)
+    """Ranks that share a sequence's work, less the time a pipeline fills and drains: (steps + stages - 1) / steps.
+
+    Its stages wait for the one with most layers.
+    """
+    stages = work.spec.layers / work.layers
+    return work.tp * stages * work.cp * work.steps / (work.steps + work.pp - 1)
 
 
 def forward_flops(spec: ModelSpec, tokens: float, context: float) -> float:

@@ -2,8 +2,9 @@
 
 decode 88.4 s  prefix 16.9 s  post 72.9 s  step 163.0 s  serial 179.2 s  1.10x
 
-T_D decode, T_P prefix, d_D decode's slowdown beside the prefixes, T_post all after the rollout: the serial step takes
-T_D + T_P + T_post, and overlap saves min(T_P - d_D, T_D) of it at most.
+T_D decode (with what it takes to read weights in a shared layout), T_P prefix, d_D decode's slowdown beside the
+prefixes, T_post all after the rollout, publication included: the serial step takes T_D + T_P + T_post, and overlap
+saves min(T_P - d_D, T_D) of it at most.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import ClassVar
 
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Times
+from rollplex.passes.layout import Layout, layout_of
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
-from rollplex.passes.timeline import window_seconds
+from rollplex.passes.timeline import Added, window_seconds
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ def colocated_s(module: Module) -> float:
     """The same phases, one after the other, with every engine on all GPUs: what two pools are to be compared with."""
     job, schedule = module.job, module[Schedule]
     cluster = job.cluster.model_copy(update={"rollout_gpus": None})
-    line = window_seconds(job.model_copy(update={"schedule": "serial", "cluster": cluster}), schedule)
+    together = job.model_copy(update={"schedule": "serial", "cluster": cluster})
+    line = window_seconds(together, schedule, Added.of(together, layout_of(together).summary))
     return line.decode_s + line.prefix_s + line.post_s
 
 
@@ -52,14 +55,14 @@ class EstimatePass:
     """
 
     name: ClassVar[str] = "estimate"
-    needs: ClassVar[tuple[type, ...]] = (Schedule, Residency)
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, Residency)
     makes: ClassVar[type] = Estimate
 
     def run(self, module: Module) -> Module:
         """Compute the times from the timeline and the residency solution."""
         schedule, residency = module[Schedule], module[Residency]
         exposed = residency.exposed_s
-        line = window_seconds(module.job, schedule)
+        line = window_seconds(module.job, schedule, Added.of(module.job, module[Layout].summary))
         # One after the other it is known which prompts complete before their prefixes run.
         known = module.job.workload.prompts / module.job.sampled if schedule.overlapped else 1.0
         after_another = line.decode_s + known * line.prefix_s + line.post_s + exposed

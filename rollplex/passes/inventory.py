@@ -41,8 +41,9 @@ class Inventory(WeightRows):
     @classmethod
     def of(cls, module: Module) -> Inventory:
         """The inventory of a module that knows its schedule and layout."""
-        held = module[HeldSizes].chunk_elements
-        return cls(module.job, module[Schedule], module[Layout].summary.case3_buffer_bytes, held)
+        held, layout = module[HeldSizes].chunk_elements, module[Layout].summary
+        gathers = tuple(dict.fromkeys(c.group for c in layout.classes))
+        return cls(module.job, module[Schedule], layout.case3_buffer_bytes, gathers, held)
 
     # ---- all of it
 

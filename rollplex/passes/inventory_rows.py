@@ -29,6 +29,8 @@ class Rows:
     job: Job
     schedule: Schedule
     case3_bytes: int
+    gathers: tuple[int, ...] = ()
+    """GPUs of the groups that gather the shared snapshot."""
     held_elements: int | None = None
 
     # ---- switches
@@ -50,7 +52,7 @@ class Rows:
     @property
     def shared(self) -> bool:
         """Whether both engines read one copy of the policy's weights."""
-        return self.job.shares_weights and not self.off("weight_sharing")
+        return self.job.one_copy
 
     # ---- helpers
 

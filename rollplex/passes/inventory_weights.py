@@ -22,7 +22,7 @@ class WeightRows(AdapterRows):
     def _contexts(self) -> Iterator[StateObject]:
         """What each process takes of its GPU before it allocates anything: no plan moves or releases it."""
         for process, title in (("train", "training"), ("rollout", "rollout")):
-            groups = communicators(self.job, process, shared=self.shared)
+            groups = communicators(self.job, process, self.gathers if self.shared else ())
             over = f", NCCL over {', '.join(groups)}" if groups else ""
             yield StateObject(
                 f"{process}.context", f"{title} CUDA context{', NCCL' if groups else ''}", "permanent", "",

@@ -134,6 +134,15 @@ def _placement(m: Model, solution: Solution) -> dict[str, tuple[int, ...]]:
     }
 
 
+def layout_of(job: Job) -> Layout:
+    """The layout of a job's actor, and what other row orders would give."""
+    if not job.shares_weights or job.train_tp % job.rollout_tp:
+        return Layout(nothing_shared(job), ())
+    found = decide(job, job.layout.order)
+    others: dict[LayoutOrder, Decision] = {o: decide(job, o) for o in FIXED_ORDERS if o != job.layout.order}
+    return Layout(summarise(job, found, others), found.solvers)
+
+
 @dataclass(frozen=True)
 class LayoutPass:
     """Classify every actor tensor as alias, transpose or rebuild, and place rollout ranks on training GPUs.
@@ -147,9 +156,4 @@ class LayoutPass:
 
     def run(self, module: Module) -> Module:
         """Solve the layout of the job's actor; see the module's docstring."""
-        job = module.job
-        if not job.shares_weights:
-            return module.put(Layout(nothing_shared(job), ()))
-        found = decide(job, job.layout.order)
-        others: dict[LayoutOrder, Decision] = {o: decide(job, o) for o in FIXED_ORDERS if o != job.layout.order}
-        return module.put(Layout(summarise(job, found, others), found.solvers))
+        return module.put(layout_of(module.job))

@@ -1,4 +1,4 @@
-"""What a layout costs in time: decode that reads other orders, copies of a rebuild, pieces over NVLink, rent of HBM.
+"""What a layout costs in time: decode that reads other orders, copies of a rebuild, rent of HBM.
 
 32B, TP8 -> TP4, 32 x 8 responses of 2048: QKV re-indexed 0.07 s a step, o and down transposed 0.33 s, rebuild 0.9 ms.
 """
@@ -48,10 +48,6 @@ class LayoutCosts:
     def rebuild_s(self, nbytes: int) -> float:
         """Copy and permute after an update: read once, written once."""
         return 2 * nbytes / self._costs.hbm_bytes_per_s
-
-    def exchange_s(self, nbytes: int) -> float:
-        """Receiving the other ranks' pieces over NVLink."""
-        return self._costs.exchange_s(nbytes)
 
     @property
     def rent_s_per_byte(self) -> float:

@@ -11,6 +11,7 @@ rebuild     a buffer of the rollout engine's own, copied and permuted after ever
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
@@ -18,9 +19,8 @@ from rollplex.backends.facts import Block, EngineFacts, load_facts
 from rollplex.ir.job import Job
 from rollplex.ir.lora import lora_of
 from rollplex.ir.models import Tensor
-from rollplex.ir.shards import EXPERTS
 from rollplex.passes.layout_costs import LayoutCosts
-from rollplex.passes.slabs import missing, parts, same_rows, slabs
+from rollplex.passes.slabs import missing, parts, rows, same_rows, slabs
 
 FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "q_bias": "qkv", "k_bias": "qkv", "v_bias": "qkv"}
 FUSED |= {"gate": "gate_up", "up": "gate_up", "expert_gate_up": "expert_gate_up"}
@@ -58,8 +58,7 @@ class WeightClass:
     shard_bytes: int
     options: tuple[Option, ...]
     pieces: int = 1
-    sends_bytes: int = 0
-    receives_bytes: int = 0
+    orders: Orders | None = None
 
 
 @dataclass(frozen=True)
@@ -97,14 +96,10 @@ class Orders:
         return all(same_rows(a, b) for a, b in zip(self.joined, self.rollout, strict=True))
 
     @cached_property
-    def traffic(self) -> tuple[int, int]:
-        """Most rows that a GPU sends and receives: what a rollout rank needs and its GPU's training rank lacks."""
-        needs = [self.rollout[g // self.q] for g in range(len(self.train))]
-        lacks = [[missing(need, own) for own in self.train] for need in needs]
-        total = [sum(b.stop - b.start for b in need) for need in needs]
-        gets = [lacks[g][g] for g in range(len(needs))]
-        gives = [sum(total[h] - lacks[h][g] for h in range(len(needs)) if h != g) for g in range(len(needs))]
-        return max(gives), max(gets)
+    def shares(self) -> tuple[tuple[Fraction, ...], ...]:
+        """[t][u]: of the rows that the rollout rank on training rank t's GPU needs, the share that u owns."""
+        needs = [self.rollout[t // self.q] for t in range(len(self.train))]
+        return tuple(tuple(1 - Fraction(missing(need, own), rows(need)) for own in self.train) for need in needs)
 
 
 @dataclass(frozen=True)
@@ -142,30 +137,10 @@ class Options:
     def _class(self, name: str, tensors: tuple[Tensor, ...]) -> WeightClass:
         job = self.job
         nbytes = sum(job.spec.shard_numel(t, job.rollout_tp) for t in tensors) * job.itemsize
-        frozen = lora_of(job) is not None  # nothing of it changes, and nothing is exchanged
         pieces = tensors[0].shape[0] if name.startswith("expert_") else 1
-        if name in REORDERED:
-            orders = self.orders(name)
-            gives, gets = orders.traffic
-            rows = sum(b.stop - b.start for b in orders.rollout[0])
-            options, sends, gets = self.fused(name, orders, nbytes), nbytes * gives // rows, nbytes * gets // rows
-        else:
-            options = self.plain(name, tensors[0], nbytes)
-            sends = gets = nbytes * (job.q - 1) // job.q if tensors[0].axis is not None else 0
-        traffic = (0, 0) if frozen else self._gathered(tensors[0], nbytes, sends, gets)
-        return WeightClass(name, tensors, nbytes, options, pieces, *traffic)
-
-    def _gathered(self, tensor: Tensor, nbytes: int, sends: int, gets: int) -> tuple[int, int]:
-        """What a GPU sends and receives where its training rank has one stage's layers and one rank's experts only.
-
-        Embedding and head come from the first and the last stage: a GPU of another has nothing of them.
-        """
-        degrees = self.job.degrees(self.job.policy)
-        ways = degrees.pp * (degrees.ep if tensor.kind in EXPERTS else 1)
-        own = (nbytes - gets) // ways
-        if ways == 1:
-            return sends, gets
-        return sends // ways + own * (ways - 1), nbytes if tensor.layer is None else nbytes - own
+        orders = self.orders(name) if name in REORDERED else None
+        options = self.fused(name, orders, nbytes) if orders else self.plain(name, tensors[0], nbytes)
+        return WeightClass(name, tensors, nbytes, options, pieces, orders)
 
     def orders(self, name: str) -> Orders:
         """Both engines' row orders of a fused weight."""

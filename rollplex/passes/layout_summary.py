@@ -12,7 +12,7 @@ from rollplex.ir.plan import SolverResult
 from rollplex.ir.planned_layout import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, TensorPlacement
 from rollplex.ir.work import trains_vision
 from rollplex.passes.costs import Costs
-from rollplex.passes.layout_costs import LayoutCosts
+from rollplex.passes.gather import Gather, Gathered
 from rollplex.passes.layout_options import CASE, Option, WeightClass
 
 FIXED_ORDERS: tuple[LayoutOrder, ...] = ("stock", "reindex")
@@ -27,18 +27,17 @@ class Decision:
     placement: dict[str, tuple[int, ...]]
     solvers: tuple[SolverResult, ...]
 
-    @property
-    def summaries(self) -> tuple[LayoutClass, ...]:
+    def summaries(self, gather: Gather) -> tuple[LayoutClass, ...]:
         """The classes as a plan lists them."""
-        return tuple(layout_class(c, self.chosen[c.name]) for c in self.classes)
+        return tuple(layout_class(p.weights, self.chosen[p.weights.name], gather.of(p)) for p in gather.pieces)
 
 
-def layout_class(c: WeightClass, o: Option) -> LayoutClass:
+def layout_class(c: WeightClass, o: Option, part: Gathered) -> LayoutClass:
     """A class as it is printed, with its part of the exchange."""
     return LayoutClass(
         name=c.name, view=o.view, case=CASE[o.view], tensors=len(c.tensors), params=sum(t.numel for t in c.tensors),
         slabs=o.slabs, pieces=c.pieces, shard_bytes=c.shard_bytes, buffer_bytes=o.buffer_bytes,
-        sends_bytes=c.sends_bytes, receives_bytes=c.receives_bytes,
+        group=part.group, sends_bytes=part.sends_bytes, receives_bytes=part.receives_bytes,
         decode_s=round(o.decode_s, 6), rebuild_s=round(o.rebuild_s, 6), needs=o.needs, why=o.why,
     )  # fmt: skip
 
@@ -49,8 +48,8 @@ def case_bytes(classes: Sequence[LayoutClass], itemsize: int) -> dict[str, CaseB
     return {str(k): CaseBytes(params=n, bytes=n * itemsize) for k, n in params.items()}
 
 
-def _alternative(job: Job, order: LayoutOrder, found: Decision) -> LayoutAlternative:
-    classes = found.summaries
+def _alternative(job: Job, order: LayoutOrder, found: Decision, gather: Gather) -> LayoutAlternative:
+    classes = found.summaries(gather)
     return LayoutAlternative(
         order=order,
         cases=case_bytes(classes, job.itemsize),
@@ -61,40 +60,42 @@ def _alternative(job: Job, order: LayoutOrder, found: Decision) -> LayoutAlterna
 
 def summarise(job: Job, found: Decision, others: Mapping[LayoutOrder, Decision]) -> LayoutSummary:
     """Cases over the whole model, buffer and exchange for one GPU, the placement of ranks, what other orders give."""
-    classes = found.summaries
+    gather = Gather(job, found.classes)  # what ranks own depends on no row order
+    classes = found.summaries(gather)
     tower = [TensorPlacement(name=t.name, case=1, why="replicated") for t in job.spec.tensors() if t.part == "vision"]
-    exchange = sum(c.receives_bytes for c in classes)
     return LayoutSummary(
         q=job.q,
         order=job.layout.order,
         cases=case_bytes(classes, job.itemsize),
         case3_buffer_bytes=sum(c.buffer_bytes for c in classes),
-        exchange_bytes_per_gpu=exchange,
-        exchange_s=round(LayoutCosts(job).exchange_s(exchange), 6),
+        exchange_bytes_per_gpu=sum(c.receives_bytes for c in classes),
+        tower_bytes=gather.tower_bytes,
+        between_nodes_bytes=gather.between_nodes_bytes,
+        exchange_s=round(gather.seconds, 6),
         placement=found.placement,
         groups=job.gpus // job.train_tp,
         classes=classes,
         needs=tuple(dict.fromkeys(c.needs for c in classes if c.needs)),
-        alternatives=tuple(_alternative(job, order, other) for order, other in others.items()),
-        tensors=(*tower, *_tensors(found)),
+        alternatives=tuple(_alternative(job, order, other, gather) for order, other in others.items()),
+        tensors=(*tower, *_tensors(found, gather)),
     )
 
 
 def nothing_shared(job: Job) -> LayoutSummary:
-    """Pools of their own: no case applies, and a GPU of the rollout pool receives its whole shard after an update."""
+    """Weights of their own: no case applies, and a GPU that rolls out receives its whole shard after an update."""
     none = CaseBytes(params=0, bytes=0)
     engines = min(job.cluster.gpus_per_node, job.rollout_gpus) // job.rollout_tp
     received = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
     if trains_vision(job, job.policy):
         received += job.spec.vision_parameters * job.itemsize
-    sent = served_bytes(job) if serves_adapters(job) else received
+    sent, costs = served_bytes(job) if serves_adapters(job) else received, Costs(job)
     return LayoutSummary(
         q=job.q,
         order=job.layout.order,
         cases={str(k): none for k in (1, 2, 3)},
         case3_buffer_bytes=0,
         exchange_bytes_per_gpu=sent,
-        exchange_s=round(Costs(job).refresh_s() if job.disaggregated else Costs(job).exchange_s(sent), 6),
+        exchange_s=round(costs.refresh_s() if job.disaggregated else costs.exchange_s(sent), 6),
         placement={f"engine {e}": tuple(range(e * job.rollout_tp, (e + 1) * job.rollout_tp)) for e in range(engines)},
         groups=1,
         classes=(),
@@ -104,9 +105,10 @@ def nothing_shared(job: Job) -> LayoutSummary:
     )
 
 
-def _tensors(found: Decision) -> list[TensorPlacement]:
+def _tensors(found: Decision, gather: Gather) -> list[TensorPlacement]:
+    """A rank's slabs of a stack of experts are those of the experts that are dealt to it."""
     return [
-        TensorPlacement(name=t.name, case=CASE[o.view], slabs=o.slabs * c.pieces, why=o.why)
-        for c, o in ((c, found.chosen[c.name]) for c in found.classes)
-        for t in c.tensors
+        TensorPlacement(name=t.name, case=CASE[o.view], slabs=o.slabs * p.weights.pieces // p.ways, why=o.why)
+        for p, o in ((p, found.chosen[p.weights.name]) for p in gather.pieces)
+        for t in p.weights.tensors
     ]

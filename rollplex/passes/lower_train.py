@@ -202,6 +202,9 @@ class TrainProgram(Context):
             yield from self.refresh("train", at)
         elif (nbytes := layout.exchange_bytes_per_gpu) > 0:
             yield Exchange(window=at, group="q", op="all_gather", object=snapshot, nbytes=nbytes)
+        if layout.tower_bytes and not self.second_copy:
+            tower = f"{window.role}.vision"
+            yield Exchange(window=at, group="pp", op="broadcast", object=tower, nbytes=layout.tower_bytes)
         frozen = lora_of(self.module.job) is not None  # a base whose case-3 tensors were made with it
         if (buffer := self.placed(at, "hbm", f"{window.role}.case3")) and not frozen:
             yield Rebuild(window=at, object=buffer[0], reads=(snapshot,))

@@ -11,9 +11,10 @@ from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency as Place
 from rollplex.ir.work import role_work
 from rollplex.passes.costs import Costs
+from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, Lifetimes, StateObject
-from rollplex.passes.timeline import Timeline, window_seconds
+from rollplex.passes.timeline import Added, Timeline, window_seconds
 
 PLACES: tuple[Place, ...] = ("hbm", "host", "dropped")
 UNIT = 4096
@@ -75,12 +76,13 @@ class Data:
 
 def gather(module: Module) -> Data:
     """The data of a module that knows its schedule and lifetimes."""
-    return data_of(module.job, module[Schedule], module[Lifetimes])
+    added = Added.of(module.job, module[Layout].summary)
+    return data_of(module.job, module[Schedule], module[Lifetimes], added)
 
 
-def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes) -> Data:
+def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes, added: Added) -> Data:
     """The data of these objects under a job."""
-    timeline = window_seconds(job, schedule)
+    timeline = window_seconds(job, schedule, added)
     return Data(
         windows=schedule.names(),
         items=tuple(_item(job, schedule.names(), o) for o in lifetimes.objects),

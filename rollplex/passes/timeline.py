@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.ir.job import Job
-from rollplex.ir.lora import served_bytes, serves_adapters
+from rollplex.ir.lora import lora_of
+from rollplex.ir.planned_layout import LayoutSummary
 from rollplex.ir.work import role_work
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
 from rollplex.passes.schedule import Schedule, Window
@@ -32,12 +33,31 @@ class Timeline:
     sampling_s: float = 0.0
 
 
-def window_seconds(job: Job, schedule: Schedule) -> Timeline:
+@dataclass(frozen=True)
+class Added:
+    """What the layout of the weights adds to a step: to decode that reads them so, and to their publication."""
+
+    decode_s: float = 0.0
+    publish_s: float = 0.0
+
+    @classmethod
+    def of(cls, job: Job, layout: LayoutSummary) -> Added:
+        """Of a plan's layout. A second copy is written in the rollout engine's own order: nothing is rebuilt."""
+        if not job.one_copy:
+            return cls(publish_s=layout.exchange_s)
+        frozen = lora_of(job) is not None  # a base that is rebuilt once, when the engines start
+        rebuild = 0.0 if frozen else sum(c.rebuild_s for c in layout.classes)
+        return cls(sum(c.decode_s for c in layout.classes), layout.exchange_s + rebuild)
+
+
+def window_seconds(job: Job, schedule: Schedule, added: Added) -> Timeline:
     """The timeline of a job under a schedule."""
     windows, overlapped = schedule.windows, schedule.overlapped
     *rounds, decode = _decode_s(job)
+    decode += added.decode_s
     sampling, whole = sum(rounds), {c.node for c in schedule.calls if c.op == "whole"}
-    compute = {w.name: 0.0 if w.kind == "decode" else _window_s(job, w, w.node in whole) for w in windows}
+    seconds = {w.name: _window_s(job, w, w.node in whole) for w in windows if w.kind not in ("decode", "publish")}
+    compute = {w.name: added.publish_s if w.kind == "publish" else seconds.get(w.name, 0.0) for w in windows}
     compute |= {"P1 sample": sampling, "P1 decode": decode} if rounds else {"P1 decode": decode}
     early = [w.name for w in windows if w.kind == "prefix" or (w.kind == "score" and w.phase == "P1")]
     prefix = sum(compute[name] for name in early)
@@ -64,15 +84,6 @@ def _decode_s(job: Job) -> list[float]:
     return [Costs(job).decode_s(weights, job.rollout_tp, prompts) for prompts in job.sampled_per_engine]
 
 
-def _received_bytes(job: Job) -> int:
-    """What a GPU lacks of its rollout shard: all of it, or the pieces of the ranks that share it; adapters alone."""
-    if serves_adapters(job):
-        return served_bytes(job)
-    shard = job.spec.rank_parameters(job.rollout_tp, "language") * job.itemsize
-    pieces = job.q * job.stages
-    return shard - shard // pieces if pieces else shard
-
-
 def _window_s(job: Job, window: Window, whole: bool) -> float:
     costs, work, prompts = Costs(job), role_work(job, window.role), job.prompts_of(window.role)
     match window.kind:
@@ -82,7 +93,5 @@ def _window_s(job: Job, window: Window, whole: bool) -> float:
             return costs.score_s(work, prompts, whole)
         case "train":
             return costs.train_s(work, prompts, whole)
-        case "update":
-            return costs.adam_s(updated_parameters(job, window.role))
         case _:
-            return costs.refresh_s() if job.disaggregated else costs.exchange_s(_received_bytes(job))
+            return costs.adam_s(updated_parameters(job, window.role))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
-from rollplex.ir.lora import lora_of, served_bytes, trained_parts, trained_spec
+from rollplex.ir.lora import served_bytes, trained_parts, trained_spec
 from rollplex.ir.models import Part
 from rollplex.ir.shards import Degrees, owned_parameters, rank_parameters
 from rollplex.ir.sizes import gib_to_nbytes
@@ -13,11 +13,11 @@ from rollplex.ir.work import trains_vision
 MIB = 2**20
 
 
-def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
+def communicators(job: Job, process: str, gathers: tuple[int, ...]) -> tuple[str, ...]:
     """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`.
 
-    q gathers a shared snapshot, which base weights under LoRA are not: they never change; refresh spans both pools of a
-    disaggregated job.
+    q gathers a shared snapshot, in groups of the sizes `gathers` (experts in one of their own; none under LoRA, whose
+    base weights never change); refresh spans both pools of a disaggregated job.
     """
     apart = [("refresh", job.gpus)] if job.disaggregated else []
     if process == "rollout":
@@ -25,7 +25,7 @@ def communicators(job: Job, process: str, shared: bool) -> tuple[str, ...]:
     else:
         found = [group for role in job.roles for group in _model_groups(job.degrees(role))]
         found += [("dp", job.degrees(role).replicas) for role in job.trained]
-        found += [("q", job.q * job.stages if shared and lora_of(job) is None else 1), *apart]
+        found += [*(("q", size) for size in gathers), *apart]
     return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
 
 

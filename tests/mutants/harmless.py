@@ -23,7 +23,7 @@ summary\.layout\.needs\.\*
 summary\.solvers\.\*\.(name|objective)
 infeasible\.remedies\.\*\.shrinks\.\*
 not_executable\.\*"""
-PREDICTED = r"""summary\.layout\.(exchange_s|groups)
+PREDICTED = r"""summary\.layout\.(between_nodes_bytes|groups)
 summary\.layout\.classes\.\*\.(tensors|slabs|pieces|shard_bytes|sends_bytes|decode_s|rebuild_s)
 summary\.layout\.tensors\.\*\.slabs
 summary\.layout\.alternatives\..*

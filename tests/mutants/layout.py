@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from mutants.edit import mutant, steps, with_layout, with_object
+from mutants.edit import change, mutant, put, steps, with_layout, with_object
 from rollplex.ir.plan import Plan
 from rollplex.ir.planned_layout import LayoutClass
-from rollplex.ir.steps import Rebuild
+from rollplex.ir.steps import Exchange, Rebuild
 
 
 def with_class(plan: Plan, name: str, **fields: Any) -> Plan:
@@ -116,6 +116,38 @@ def class_receives_more_than_its_shard(plan: Plan) -> Iterator[Plan]:
             more = a.shard_bytes + 1
             moved = with_class(plan, a.name, receives_bytes=more)
             yield with_class(moved, b.name, receives_bytes=b.receives_bytes + a.receives_bytes - more)
+
+
+@mutant("layout-exchange")
+def class_gathered_over_other_gpus(plan: Plan) -> Iterator[Plan]:
+    """Of a shard that lies on q GPUs one is left out, or one that has nothing of it is asked."""
+    for c in (c for c in classes(plan) if c.receives_bytes):
+        yield with_class(plan, c.name, group=1)
+        if c.name != "qkv":  # whose K and V may repeat on more ranks
+            yield with_class(plan, c.name, group=2 * c.group)
+
+
+@mutant("layout-exchange")
+def less_is_gathered_than_a_rank_lacks(plan: Plan) -> Iterator[Plan]:
+    """Class, sum and step agree, and a byte of the rollout shard stays as it was."""
+    told = plan.summary.layout.exchange_bytes_per_gpu - 1
+    for c in (c for c in classes(plan) if c.receives_bytes):
+        fewer = with_class(plan, c.name, receives_bytes=c.receives_bytes - 1)
+        for process, i, step in steps(plan, Exchange):
+            if step.group == "q":
+                yield with_layout(put(fewer, process, i, change(step, nbytes=told)), exchange_bytes_per_gpu=told)
+
+
+@mutant("layout-exchange")
+def more_from_other_nodes_than_there_is(plan: Plan) -> Iterator[Plan]:
+    told = plan.summary.layout
+    yield with_layout(plan, between_nodes_bytes=told.exchange_bytes_per_gpu + told.tower_bytes + 1)
+
+
+@mutant("times")
+def publication_in_no_time(plan: Plan) -> Iterator[Plan]:
+    """The exchange takes longer than the window that it is in."""
+    yield with_layout(plan, exchange_s=plan.summary.layout.exchange_s + 1.0)
 
 
 @mutant("layout-placement")

@@ -1,7 +1,7 @@
 """Memory and weight order of Megatron-Core, per GPU; what a token takes is in `activations`.
 
 A plan holds for every pipeline stage: an object has the size of the stage with most of it. Stage 0 has the tower and
-holds as many suffix steps in flight as there are stages (1F1B); the last has the head.
+holds as many suffix steps in flight as there are stages, the next one less (1F1B); the last has the head.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MegatronFacts:
     def prefix_saved_bytes(self, work: Work) -> int:
         """Layer inputs under recomputation, everything otherwise; the tower only where it is trained."""
         s, tokens = work.spec, work.local(work.prompt_tokens)
-        layers = work.layers * a.layer_input_bytes(work) if work.recompute else a.layers_bytes(work, work.prompt_tokens)
+        layers = self._kept(work, work.prompt_tokens, work.layers)
         block = a.vision_input_bytes(work) if work.recompute else a.vision_block_bytes(work)
         tower = work.patches * block * s.vision.depth if s.vision and work.vision_grad else 0
         return tokens * layers + tower
@@ -71,11 +71,14 @@ class MegatronFacts:
         return max(self._suffix_step(work), self._prefix_backward(work)) + boundary
 
     def _suffix_step(self, work: Work) -> int:
-        """Of the first stage, which keeps the most steps in flight, with the head of the last."""
+        """Of the stage that keeps most layers of steps in flight, with the head of the last."""
         tokens, context = self._suffix_tokens(work), work.prompt_tokens + work.response_tokens
-        kept = work.layers * a.layer_input_bytes(work) if work.recompute else a.layers_bytes(work, context)
-        step = tokens * (work.in_flight * kept + a.backward_bytes(work, context))
+        step = tokens * (self._kept(work, context, work.layers_in_flight) + a.backward_bytes(work, context))
         return step + self._head(work, tokens) + self._sent(work, tokens)
+
+    def _kept(self, work: Work, context: int, layers: int) -> int:
+        """What layers keep of a token: their inputs under recomputation, everything otherwise."""
+        return layers * a.layer_input_bytes(work) if work.recompute else a.layers_bytes(work, context, layers)
 
     def _prefix_backward(self, work: Work) -> int:
         vision = work.patches * (a.vision_block_bytes(work) + 2 * a.vision_input_bytes(work)) if work.vision_grad else 0
@@ -96,8 +99,8 @@ class MegatronFacts:
     def full_activation_bytes(self, work: Work) -> int:
         """One sequence of prompt and response, every layer and the whole head saved."""
         tokens = work.local(work.prompt_tokens + work.response_tokens)
-        layers = a.layers_bytes(work, work.prompt_tokens + work.response_tokens)
-        return tokens * (work.in_flight * layers + a.head_bytes(work))
+        layers = a.layers_bytes(work, work.prompt_tokens + work.response_tokens, work.layers_in_flight)
+        return tokens * (layers + a.head_bytes(work))
 
 
 FACTS = MegatronFacts()

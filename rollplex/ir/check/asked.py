@@ -16,9 +16,9 @@ from rollplex.ir.check.update import LARGEST_PAGE
 from rollplex.ir.engines import engine
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
-from rollplex.ir.lora import reads_base, served_bytes, trained_parts, trained_spec
+from rollplex.ir.lora import lora_of, reads_base, served_bytes, trained_parts, trained_spec
 from rollplex.ir.planned_job import job_of
-from rollplex.ir.shards import owned_parameters, rank_parameters
+from rollplex.ir.shards import owned_parameters, rank_parameters, stage_parameters
 from rollplex.ir.steps import UpdateChunk
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
@@ -87,6 +87,23 @@ def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
     whole = facts.plan.schedule == "naive"  # it streams nothing, whatever the job says of chunks
     if asked not in ("auto", count) and not whole:
         yield Violation("asked", f"{count} chunks, the job has {asked}", where="chunks")
+
+
+def lacking(facts: Facts, job: Job) -> Iterator[Violation]:
+    """The GPU that receives most lacks of its rollout shard what the emptiest stage lacks.
+
+    Where ranks outnumber KV heads, K and V repeat and a training rank's rows are not all of its GPU's shard.
+    """
+    layout = facts.plan.summary.layout
+    if not layout.classes or lora_of(job) is not None:  # whose base never changes
+        return
+    spec, degrees = job.spec, job.degrees(job.policy)
+    held = min(sum(stage_parameters(spec, degrees, stage, "language")) for stage in range(degrees.pp))
+    least = (spec.rank_parameters(job.rollout_tp, "language") - held) * job.itemsize
+    told, exact = layout.exchange_bytes_per_gpu, degrees.tp <= spec.kv_heads
+    if told < least or (exact and told != least):
+        what = f"a GPU receives {told:,} bytes after an update, its training rank lacks {least:,} of the rollout shard"
+        yield Violation("layout-exchange", what, nbytes=least, where="layout")
 
 
 def roles(facts: Facts, job: Job) -> Iterator[Violation]:
@@ -172,7 +189,7 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
 
 
 CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
-    capacities, schedule, engines, budgets, roles, adapters, sent, policy, tail, executable,
+    capacities, schedule, engines, budgets, lacking, roles, adapters, sent, policy, tail, executable,
 )  # fmt: skip
 
 

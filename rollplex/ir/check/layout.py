@@ -124,7 +124,7 @@ def buffer(facts: Facts) -> Iterator[Violation]:
 
 
 def exchange(facts: Facts) -> Iterator[Violation]:
-    """What a GPU receives is summed over the classes; no class receives more than its shard lacks at most."""
+    """What a GPU receives is summed over the classes; no class receives more than its shard, or from nobody."""
     layout = facts.plan.summary.layout
     received = sum(c.receives_bytes for c in layout.classes)
     if received != layout.exchange_bytes_per_gpu:
@@ -134,6 +134,35 @@ def exchange(facts: Facts) -> Iterator[Violation]:
         if c.receives_bytes > c.shard_bytes:
             what = f"{c.name} receives {c.receives_bytes:,} bytes for a shard of {c.shard_bytes:,}"
             yield Violation("layout-exchange", what, nbytes=c.receives_bytes, where=c.name)
+        yield from _gathered(facts, c)
+    most = max(layout.exchange_bytes_per_gpu, layout.tower_bytes, received + layout.tower_bytes)
+    if layout.between_nodes_bytes > most or (layout.between_nodes_bytes and not _spans_nodes(facts)):
+        what = f"{layout.between_nodes_bytes:,} bytes come from other nodes, a GPU receives {most:,} in all"
+        yield Violation("layout-exchange", what, nbytes=layout.between_nodes_bytes, where="layout")
+
+
+def _gathered(facts: Facts, c: LayoutClass) -> Iterator[Violation]:
+    """q ranks of every stage have a rollout shard together, of experts those of every EP rank; K and V repeat on more.
+
+    What is whole on every rank, or never changes, is not gathered.
+    """
+    train, q = facts.plan.processes.get("train"), facts.plan.summary.layout.q
+    if train is None:
+        return
+    ways = q * train.pipeline_parallel * (train.expert_parallel if c.name.startswith("expert_") else 1)
+    alone = c.group == 1 and not c.receives_bytes
+    legal = c.group % max(ways, 1) == 0 if c.name == "qkv" else c.group == ways
+    if not (legal or alone) or (c.receives_bytes and c.group < 2):
+        what = f"{c.name} is gathered over {c.group} GPUs, its shard is in pieces on {ways}"
+        yield Violation("layout-exchange", what, nbytes=c.receives_bytes, where=c.name)
+
+
+def _spans_nodes(facts: Facts) -> bool:
+    match facts.plan.job:
+        case {"cluster": {"nodes": int(nodes)}}:
+            return nodes > 1
+        case _:
+            return False
 
 
 def placement(facts: Facts) -> Iterator[Violation]:
@@ -176,6 +205,9 @@ def apart(facts: Facts) -> Iterator[Violation]:
         or any(c.params or c.bytes for c in layout.cases.values())
     ):
         yield Violation("layout-cases", "weights are in a layout case, and nothing is shared", where="layout")
+    if told := layout.tower_bytes + layout.between_nodes_bytes:
+        what = f"{told:,} bytes are told of the exchange of a shared snapshot, and nothing is shared"
+        yield Violation("layout-exchange", what, nbytes=told, where="layout")
     yield from _by_node(facts, layout)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.update import Update, state_itemsize, updates
+from rollplex.ir.steps import Publish, Rebuild, UpdateChunk
 
 ROUNDED_S = 1e-4
 """Each figure is rounded to a microsecond, and dozens of windows are summed up."""
@@ -42,6 +43,21 @@ def times(facts: Facts) -> Iterator[Violation]:
     if t.step_s:
         yield from _same("speedup_vs_serial", t.speedup_vs_serial, t.serial_s / t.step_s)
     yield from _same("the windows' seconds", sum(w.seconds for w in facts.plan.summary.windows), t.step_s)
+
+
+def publication(facts: Facts) -> Iterator[Violation]:
+    """Publishing takes the seconds that the layout says: the exchange, and the rebuild of what engines do not share."""
+    layout, exposed = facts.plan.summary.layout, facts.plan.summary.times.exposed_transfer_s
+    rebuilt = any(isinstance(at.step, Rebuild) for at in facts.steps())
+    least = layout.exchange_s + (sum(c.rebuild_s for c in layout.classes) if rebuilt else 0.0)
+    published, updated = (
+        {at.step.window for at in facts.steps() if isinstance(at.step, kind)} for kind in (Publish, UpdateChunk)
+    )
+    # A role that nobody samples from is published where it is updated.
+    for w in (w for w in facts.plan.summary.windows if w.name in published - updated):
+        if not least - ROUNDED_S <= w.seconds <= least + exposed + ROUNDED_S:
+            what = f"{w.name} takes {w.seconds:.6f} s, exchange and rebuild {least:.6f}"
+            yield Violation("times", what, where=w.name)
 
 
 def _same(what: str, told: float, right: float) -> Iterator[Violation]:
@@ -115,7 +131,7 @@ def bounds(facts: Facts) -> Iterator[Violation]:
             yield Violation("solver", f"{s.objective}: {s.value:g} of {s.bound:g} is {s.status}", where=s.name)
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (times, chunks, microbatches, bounds)
+CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (times, publication, chunks, microbatches, bounds)
 
 
 def check_numbers(facts: Facts) -> Iterator[Violation]:

@@ -1,6 +1,6 @@
 """Publication: exchange, rebuild, publish; one snapshot of theta_k+1, never a mixture with theta_k.
 
-    theta-quiet | update_chunk 0 .. n-1 | exchange (q > 1) | rebuild copies | publish | published
+    theta-quiet | update_chunk 0 .. n-1 | exchange (q > 1) | tower to stages | rebuild copies | publish | published
 Source: paper section 3.3, binding and refresh.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from rollplex.ir.check.facts import THETA_QUIET, TOWER, Facts, writes
 from rollplex.ir.check.rules import At, Violation
-from rollplex.ir.check.update import Update, made, updates
+from rollplex.ir.check.update import LARGEST_PAGE, Update, made, updates
 from rollplex.ir.steps import Exchange, Publish, Rebuild
 
 
@@ -32,6 +32,25 @@ def exchange(u: Update) -> Iterator[Violation]:
         yield Violation("missing-exchange", what, u.chunks[-1][0], name, layout.exchange_bytes_per_gpu)
     for at in found:
         yield from _of_layout(at, layout.exchange_bytes_per_gpu)
+
+
+def tower(u: Update) -> Iterator[Violation]:
+    """A trained tower is on the first pipeline stage: it goes to the others, where engines roll out with it too."""
+    name, stages = u.role + TOWER, u.facts.plan.processes[u.process].pipeline_parallel
+    told, o = u.facts.plan.summary.layout.tower_bytes, u.facts.objects.get(u.role + TOWER)
+    shared = o is not None and name in u.facts.theta and bool(o.readers)
+    if o is None or not shared or stages == 1:
+        if told and (o is None or o.readers):
+            yield Violation("missing-exchange", f"{told:,} bytes of a tower are sent that is nowhere else", nbytes=told)
+        return
+    if not 0 <= o.bytes - told < LARGEST_PAGE:
+        yield Violation("missing-exchange", f"{name} has {o.bytes:,} bytes, the layout sends {told:,}", object=name)
+    found = [at for at in u.refreshed(name) if isinstance(at.step, Exchange)]
+    right = [at for at in found if at.step == Exchange(
+        window=at.step.window, group="pp", op="broadcast", object=name, nbytes=told)]  # fmt: skip
+    if len(found) != 1 or len(right) != 1 or right[0].index < u.last:
+        what = f"{name} is sent to the other pipeline stages {len(right)} times after the last chunk"
+        yield Violation("missing-exchange", what, u.chunks[-1][0], name, told)
 
 
 def _of_replicas(u: Update, name: str, gathers: list[At]) -> Iterator[Violation]:
@@ -180,7 +199,7 @@ def ranks(facts: Facts) -> Iterator[Violation]:
                 yield Violation("layout", f"{kind.ranks} ranks do not hold {copies} copies of {role}", where=name)
 
 
-BY_ROLE: tuple[Callable[[Update], Iterator[Violation]], ...] = (exchange, rebuilds, publish)
+BY_ROLE: tuple[Callable[[Update], Iterator[Violation]], ...] = (exchange, tower, rebuilds, publish)
 
 
 def check_publication(facts: Facts) -> Iterator[Violation]:
