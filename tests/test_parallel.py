@@ -21,6 +21,7 @@ from rollplex.passes.pipeline import compile_plan
 GRPO = load_algorithm("examples/grpo.py")
 X8, X32 = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
 TRAIN = "roles.actor.train."
+FIRST = TRAIN + "num_layers_in_first_pipeline_stage"
 PAGE = 2 * 2**20
 
 
@@ -33,7 +34,8 @@ def compiled(job: str, *overrides: str) -> Plan:
 REFUSED = {
     "layers": (
         [TRAIN + "pipeline_parallel=3"],
-        "pipeline_parallel 3 does not divide the 64 layers (Qwen2.5-VL-32B)\n    try: pipeline_parallel 1 or 2 or 4",
+        "pipeline_parallel 3 does not divide the 64 layers (Qwen2.5-VL-32B)\n"
+        "    try: pipeline_parallel 1 or 2 or 4 or 8 or 16 or 32, or num_layers_in_first_pipeline_stage 20",
     ),
     "experts of a dense model": (
         [TRAIN + "expert_parallel=2"],
@@ -55,6 +57,28 @@ REFUSED = {
     "vocabulary": (
         [TRAIN + "make_vocab_size_divisible_by=128"],
         "make_vocab_size_divisible_by 128 pads 152064 rows to 152576, vLLM to 152064\n    try: 1 or 2 or 4",
+    ),
+    "one stage": (
+        [TRAIN + "num_layers_in_first_pipeline_stage=20"],
+        "num_layers_in_first_pipeline_stage 20, but there is one stage\n    try: leave it out, or pipeline_parallel 2",
+    ),
+    "layers that are not there": (
+        [TRAIN + "pipeline_parallel=2", TRAIN + "num_layers_in_last_pipeline_stage=64"],
+        "num_layers_in_last_pipeline_stage 64 of 64 layers (Qwen2.5-VL-32B) leave no layer for each other stage",
+    ),
+    "layers that no stage has": (
+        [TRAIN + "pipeline_parallel=2", FIRST + "=30", TRAIN + "num_layers_in_last_pipeline_stage=30"],
+        "num_layers_in_first_pipeline_stage 30 and num_layers_in_last_pipeline_stage 30 of 64 layers (Qwen2.5-VL-32B) "
+        "leave 4 that no stage has\n    try: num_layers_in_first_pipeline_stage 34",
+    ),
+    "stages that do not come out": (
+        [TRAIN + "pipeline_parallel=4", FIRST + "=14"],
+        "num_layers_in_first_pipeline_stage 14 of 64 layers (Qwen2.5-VL-32B) leave 50, which 3 stages do not share "
+        "evenly\n    try: num_layers_in_first_pipeline_stage 16",
+    ),
+    "no stages of fsdp": (
+        ["schedule=serial", TRAIN + "engine=fsdp", FIRST + "=14"],
+        "engine fsdp has no num_layers_in_first_pipeline_stage\n    try: leave it out",
     ),
     "q with stages": (
         [TRAIN + "tensor_parallel=2", TRAIN + "pipeline_parallel=4"],
@@ -127,6 +151,37 @@ def test_pipeline_stages_halve_states_and_widen_the_gather() -> None:
     assert layout.exchange_bytes_per_gpu == pytest.approx((shard_of_layers + shard_of_ends) * 3 / 4, rel=1e-4)
     assert {c.group for c in layout.classes} == {4}
     assert "actor pipeline_parallel 2" in two.not_executable
+
+
+def test_a_first_stage_with_fewer_layers() -> None:
+    """TP 4, PP 4: 10 layers beside embedding and tower, 18 on each other stage; the head is on the last."""
+    uneven = compiled(X32, TRAIN + "tensor_parallel=4", TRAIN + "pipeline_parallel=4", FIRST + "=10")
+    spec = load_model("Qwen2.5-VL-32B")
+    end = spec.vocab * spec.hidden
+    layers = (spec.language_parameters - 2 * end - spec.hidden) // 64
+    fullest, emptiest = (18 * layers + end) // 4, 10 * layers // 4 + end // 4
+    assert uneven.object("actor.gradients").bytes == pytest.approx(4 * fullest, rel=1e-3)
+    shard = spec.rank_parameters(4, "language")
+    assert uneven.summary.layout.exchange_bytes_per_gpu == pytest.approx(2 * (shard - emptiest), rel=1e-4)
+    work = role_work(
+        load_job(X32, [TRAIN + "tensor_parallel=4", TRAIN + "pipeline_parallel=4", FIRST + "=10"]), "actor"
+    )
+    assert work.stages == (10, 18, 18, 18)
+    assert work.layers_in_flight == 3 * 18  # the second stage keeps three steps of 18 layers, the first four of 10
+    assert ways(work) == pytest.approx(4 * (64 / 18) * 16 / 19)
+    assert any("pipeline stage of 10, 18, 18, 18 layers that holds most" in n for n in load_job(X32, [
+        TRAIN + "pipeline_parallel=4", FIRST + "=10"]).notes())  # fmt: skip
+
+
+def test_layers_that_do_not_divide_are_planned_with_a_first_stage_of_their_own() -> None:
+    """235B-A22B: 94 layers over 4 stages are refused, and with 22 on the first not."""
+    big = ["model.name=Qwen3-VL-235B-A22B", TRAIN + "tensor_parallel=4", TRAIN + "pipeline_parallel=4"]
+    big += ["roles.reference.score.tensor_parallel=4", "roles.actor.rollout.kv_cache_gib=8", "cluster.nodes=8"]
+    big += ["workload.prompts=64", "workload.max_pixels=null"]
+    with pytest.raises(JobError, match=r"does not divide the 94 layers .*\n.*num_layers_in_first_pipeline_stage 22"):
+        load_job(X32, big)
+    layout = compiled(X32, *big, FIRST + "=22", TRAIN + "expert_parallel=4").summary.layout
+    assert {c.name: c.group for c in layout.classes if c.name in ("o", "expert_down")} == {"o": 4, "expert_down": 16}
 
 
 def test_context_ranks_cut_tokens_and_reduce_gradients() -> None:

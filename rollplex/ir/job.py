@@ -208,12 +208,7 @@ class Job(Section):
 
     def degrees(self, role: str) -> Degrees:
         """How the training or scoring engine of a role cuts the model and its tokens, and repeats them."""
-        e = self.trainer(role)
-        dp = self.data_parallel(role)
-        first, last = e.num_layers_in_first_pipeline_stage, e.num_layers_in_last_pipeline_stage
-        return Degrees(
-            e.tensor_parallel, e.pipeline_parallel, e.context_parallel, e.expert_parallel, dp, first=first, last=last
-        )
+        return self.trainer(role).cut(self.data_parallel(role))
 
     @property
     def train_tp(self) -> int:
@@ -236,11 +231,6 @@ class Job(Section):
     def shares_weights(self) -> bool:
         """Whether the rollout engine reads the weights that the policy's trainer updates."""
         return not (self.disaggregated or self.whole_sequences(self.policy) or merges(self))
-
-    @property
-    def one_copy(self) -> bool:
-        """Whether one copy of the policy's weights serves both engines: they share, and nothing switches that off."""
-        return self.shares_weights and self.schedule != "naive" and "weight_sharing" not in self.ablate
 
     def whole_sequences(self, role: str) -> bool:
         """Whether a role's engine runs every response with its prompt before it."""

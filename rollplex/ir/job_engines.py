@@ -71,8 +71,15 @@ class Train(Parallel):
     @property
     def degrees(self) -> str:
         """`TP8 PP2`: how the model and its tokens are cut."""
-        tp, pp, cp, ep = self.tensor_parallel, self.pipeline_parallel, self.context_parallel, self.expert_parallel
-        return str(Degrees(tp, pp, cp, ep))
+        return str(self.cut())
+
+    def cut(self, data_parallel: int = 1) -> Degrees:
+        """The same with the layers of the first and the last stage, and how often the model is repeated."""
+        return Degrees(
+            tp=self.tensor_parallel, pp=self.pipeline_parallel, cp=self.context_parallel, ep=self.expert_parallel,
+            dp=data_parallel, first=self.num_layers_in_first_pipeline_stage,
+            last=self.num_layers_in_last_pipeline_stage,
+        )  # fmt: skip
 
 
 class Score(Train):

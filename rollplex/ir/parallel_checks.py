@@ -93,9 +93,12 @@ def _stated_stages(job: Job, path: KeyPath, section: Train, stated: list[str]) -
     uses = (*((*path, name) for name in stated[1:]), (*path, "pipeline_parallel"), ("model",))
     if pp == 1:
         yield Finding(key, f"{told}, but there is one stage", "leave it out, or pipeline_parallel 2", uses)
-    elif left < stages or (left and not stages):
-        what = f"{told} of {spec.layers} layers ({spec.name}) leave {left} for {stages} other stages"
-        yield Finding(key, what, f"{stated[0]} {numbers[stated[0]] + left - stages}" if not stages else "fewer", uses)
+    elif left < stages:
+        what = f"{told} of {spec.layers} layers ({spec.name}) leave no layer for each other stage"
+        yield Finding(key, what, "fewer", uses)
+    elif left and not stages:
+        what = f"{told} of {spec.layers} layers ({spec.name}) leave {left} that no stage has"
+        yield Finding(key, what, f"{stated[0]} {numbers[stated[0]] + left}", uses)
     elif stages and left % stages:
         others = sum(numbers.values()) - numbers[stated[0]]
         what = f"{told} of {spec.layers} layers ({spec.name}) leave {left}, which {stages} stages do not share evenly"

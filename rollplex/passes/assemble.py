@@ -31,6 +31,7 @@ from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
 from rollplex.passes.node_memory import kept, node_memory
 from rollplex.passes.payload import batch_bytes
+from rollplex.passes.pinned import crowded_out, host_share
 from rollplex.passes.pools import by_pool, hbm_bytes, host_bytes, pool_summaries
 from rollplex.passes.records import graph_records, host_names, loss_plans
 from rollplex.passes.residency import Residency
@@ -184,13 +185,8 @@ def summarise(module: Module) -> Summary:
         solvers=(*layout.solvers, *residency.solvers, *chunks.solvers, *module[HostOffsets].solvers),
         degrees=module[Degrees].chosen,
         runners_up=module[Degrees].others,
-        warnings=(*warnings(module), *tight(job, peak)),
+        warnings=(*warnings(module), *tight(job, peak), *crowded_out(module, windows)),
     )
-
-
-def host_share(job: Job) -> int:
-    """One GPU's share of the pinned pool of its node."""
-    return job.host_pool_bytes // job.cluster.gpus_per_node
 
 
 def size_of(module: Module, o: StateObject) -> int:

@@ -12,7 +12,7 @@ from rollplex.ir.lora import lora_of, merges
 from rollplex.ir.plan import Residency
 from rollplex.passes.schedule import Kind, Schedule
 from rollplex.passes.state import Use
-from rollplex.passes.work import weight_bytes
+from rollplex.passes.work import one_copy, weight_bytes
 
 
 class Places(TypedDict):
@@ -52,7 +52,7 @@ class Rows:
     @property
     def shared(self) -> bool:
         """Whether both engines read one copy of the policy's weights."""
-        return self.job.one_copy
+        return one_copy(self.job)
 
     # ---- helpers
 

@@ -10,7 +10,7 @@ from rollplex.ir.planned_layout import LayoutSummary
 from rollplex.ir.work import role_work
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
 from rollplex.passes.schedule import Schedule, Window
-from rollplex.passes.work import decoded_bytes, updated_parameters
+from rollplex.passes.work import decoded_bytes, one_copy, updated_parameters
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Added:
     @classmethod
     def of(cls, job: Job, layout: LayoutSummary) -> Added:
         """Of a plan's layout. A second copy is written in the rollout engine's own order: nothing is rebuilt."""
-        if not job.one_copy:
+        if not one_copy(job):
             return cls(publish_s=layout.exchange_s)
         frozen = lora_of(job) is not None  # a base that is rebuilt once, when the engines start
         rebuild = 0.0 if frozen else sum(c.rebuild_s for c in layout.classes)

@@ -13,6 +13,11 @@ from rollplex.ir.work import trains_vision
 MIB = 2**20
 
 
+def one_copy(job: Job) -> bool:
+    """Whether one copy of the policy's weights serves both engines: they can share, and nothing switches that off."""
+    return job.shares_weights and job.schedule != "naive" and "weight_sharing" not in job.ablate
+
+
 def communicators(job: Job, process: str, gathers: tuple[int, ...]) -> tuple[str, ...]:
     """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`.
 

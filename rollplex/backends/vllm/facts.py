@@ -38,7 +38,10 @@ def _image_bytes(s: Serving) -> int:
 
 @dataclass(frozen=True)
 class VllmFacts:
-    """vLLM 0.20 and later, unquantised weights; a plugin's layers may re-index what QKV and gate/up give."""
+    """vLLM 0.20 and later, unquantised weights; a plugin's layers may re-index what QKV and gate/up give.
+
+    Without `enable_expert_parallel` every rank has all experts, each cut along its width over the ranks.
+    """
 
     name: str = "vllm"
     trains: bool = False
