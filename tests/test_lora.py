@@ -349,7 +349,7 @@ def test_what_a_gives_is_kept(engine: frozenset[str], pairs: int) -> None:
     """r numbers of a token and pair in every layer, cut by nothing."""
     work = role_work(load_job(NODE), "actor")
     kept = replace(work, adapters=Adapters(64, TARGETS, engine))
-    added = activations.layers_bytes(kept, 8192) - activations.layers_bytes(work, 8192)
+    added = activations.layers_bytes(kept, 8192, work.layers) - activations.layers_bytes(work, 8192, work.layers)
     assert added == 64 * pairs * 64 * 2
 
 
