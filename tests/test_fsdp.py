@@ -10,6 +10,7 @@ import torch
 from test_activations import flash
 
 from rollplex.backends.fsdp import facts as fsdp
+from rollplex.ir.checker import check_plan
 from rollplex.ir.errors import JobError
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
@@ -100,6 +101,30 @@ def work(**changes: Any) -> Work:
         "patches": 0, "responses": 1, "response_tokens": 64,
     }  # fmt: skip
     return Work(**{**plain, **changes})
+
+
+def test_auto_takes_the_largest_microbatch_that_fits(tmp_path: Path) -> None:
+    """Of the divisors of a group of 8: each is compiled as stated, and auto is the largest that is feasible so."""
+    small = ("cluster.capacity_gib=45", "workload.prompts=4", "workload.response_tokens=4096")
+    fits = {m: compiled(tmp_path, *small, *micro(m)).feasible for m in (1, 2, 4, 8)}
+    assert fits == {1: True, 2: True, 4: False, 8: False}
+    plan = compiled(tmp_path, *small, *micro("auto"))
+    assert plan.feasible
+    assert plan.summary.chunks.microbatch.suffix_responses == 2
+    stated = compiled(tmp_path, *small, *micro(2))
+    assert {o.name: o.bytes for o in plan.summary.objects} == {o.name: o.bytes for o in stated.summary.objects}
+    assert not check_plan(plan)
+
+
+def test_where_none_fits_the_smallest_is_explained(tmp_path: Path) -> None:
+    plan = compiled(tmp_path, "cluster.capacity_gib=20", *micro("auto"))
+    assert not plan.feasible
+    assert plan.summary.chunks.microbatch.suffix_responses == 1
+
+
+def micro(size: object) -> tuple[str, str]:
+    """Of the trained and of the frozen role."""
+    return f"roles.actor.train.microbatch={size}", f"roles.reference.score.microbatch={size}"
 
 
 def test_activations_of_a_microbatch_by_hand() -> None:
@@ -209,6 +234,14 @@ REFUSED = {
         ["model=Qwen2.5-32B", "cluster.gpus_per_node=16", "roles.actor.train.context_parallel=16"],
         "context_parallel 16 cannot deal out the 40 attention and 8 KV heads (Qwen2.5-32B)\n"
         "    try: context_parallel 1 or 2 or 4 or 8 or 40",
+    ),
+    "a microbatch that is no number": (
+        ["roles.actor.train.microbatch=most"],
+        "`microbatch`: is 'most'; expected auto or a whole number from 1 to 4096",
+    ),
+    "microbatch of megatron": (
+        ["roles.actor.train.engine=megatron", "roles.actor.train.microbatch=auto"],
+        "engine megatron has no microbatch\n    try: leave it out, or engine: fsdp",
     ),
     "two kinds of trainers": (
         ["roles.critic={train: {engine: megatron}}"],

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollplex.ir.job_section import Count, Section, Share
+from rollplex.ir.job_section import AutoOrCount, Count, Section, Share
 from rollplex.ir.shards import Degrees
 from rollplex.ir.sizes import Gib
 
@@ -55,7 +55,10 @@ class Train(Parallel):
         description="fsdp: cut over the data-parallel ranks are optimizer states (1), gradients too (2), weights too "
         "(3, FSDP's full shard); null is 3",
     )
-    microbatch: Count = Field(default=1, description="fsdp: whole sequences that are trained or scored at a time")
+    microbatch: AutoOrCount = Field(
+        default=1,
+        description="fsdp: whole sequences that are trained or scored at a time; auto: the most of a group that fit",
+    )
     offload_parameters: bool = Field(default=False, description="fsdp: weights may wait in host memory")
     offload_optimizer: bool = Field(default=False, description="fsdp: gradients and moments may wait in host memory")
     make_vocab_size_divisible_by: Count | None = Field(

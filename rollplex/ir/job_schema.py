@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB, PROCESS_HOST_MIB
 from rollplex.ir.job_engines import Parallel, Rollout, Score, Train
-from rollplex.ir.job_section import Count, NonNegative, Positive, Section, Share
+from rollplex.ir.job_section import AutoOrCount, Count, NonNegative, Positive, Section, Share
 from rollplex.ir.sizes import Gb, Gib
 
 __all__ = ["Parallel", "Rollout", "Score", "Section", "Train"]
@@ -24,21 +24,11 @@ LayoutOrder = Literal["stock", "reindex", "auto"]
 Target = Literal["qkv", "o", "gate_up", "down"]
 
 
-MAX_CHUNKS = 4096
-"""Finer optimizer chunks cost more in launches than their transfers take."""
-
-
 def _distinct(values: tuple) -> tuple:
     repeated = sorted({str(v) for v in values if values.count(v) > 1})
     if repeated:
         raise ValueError(f"{', '.join(repeated)} stands there more than once")
     return values
-
-
-def _auto_or_count(value: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_CHUNKS):
-        return value
-    raise ValueError(f"is {value!r}; expected auto or a whole number from 1 to {MAX_CHUNKS}")
 
 
 def _plain(value: Any) -> Any:
@@ -208,7 +198,7 @@ class Optimizer(Section):
     clip_norm: Positive | None = Field(
         default=1.0, description="global gradient norm is clipped to this; null does not clip"
     )
-    chunks: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(
+    chunks: AutoOrCount = Field(
         default="auto", description="pieces the state is updated in; auto lets the solver choose"
     )
     in_flight: int = Field(default=3, ge=1, le=64, description="chunks whose load, update and return may overlap")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rollplex.ir.job import Job
-from rollplex.ir.job_schema import MAX_CHUNKS
+from rollplex.ir.job_section import MOST_PIECES
 from rollplex.ir.module import Module
 from rollplex.passes.chunk_sizes import ALIGN, ChunkSizesPass, gather
 from rollplex.passes.layout import Layout
@@ -43,7 +43,7 @@ def largest_chunk(full: Module) -> int:
     Where nothing fits, it is the finest chunk that there may be: the plan says by how much that is over.
     """
     data = gather(full)
-    finest = -(-data.units // MAX_CHUNKS)
+    finest = -(-data.units // MOST_PIECES)
     needed = sum(o.nbytes for o in full[Lifetimes].objects if _stays(o, data.update_window))
     room = (full.job.capacity_bytes - needed) // (data.in_flight * data.element_bytes)
     return min(data.parameters, max(room // ALIGN, finest) * ALIGN)

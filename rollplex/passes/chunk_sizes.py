@@ -32,7 +32,7 @@ from ortools.sat.python import cp_model
 
 from rollplex.ir.errors import PassError
 from rollplex.ir.job import Job
-from rollplex.ir.job_schema import MAX_CHUNKS
+from rollplex.ir.job_section import MOST_PIECES
 from rollplex.ir.module import Module
 from rollplex.ir.plan import ChunkSummary, Microbatches, OptimizerChunks, SolverResult
 from rollplex.passes.costs import Costs
@@ -148,7 +148,7 @@ def wanted_chunks(job: Job, units: int) -> int | None:
     below = -(-units // size)
     if below != wanted:
         above = [-(-units // (size - 1))] if size > 1 else []
-        near = " or ".join(str(k) for k in (below, *above) if k <= MAX_CHUNKS)
+        near = " or ".join(str(k) for k in (below, *above) if k <= MOST_PIECES)
         raise PassError(
             f"{units} x {ALIGN} parameters of a rank do not make {wanted} equal chunks",
             where="optimizer.chunks",
@@ -163,7 +163,7 @@ class Model:
     def __init__(self, data: Data) -> None:
         self.data, self.cp = data, cp_model.CpModel()
         unit_us = -(-ALIGN * data.ps_per_element * data.units // 10**6)
-        longest, most = unit_us + LAUNCH_US + 1, min(MAX_CHUNKS, data.units)
+        longest, most = unit_us + LAUNCH_US + 1, min(MOST_PIECES, data.units)
         whole = data.in_flight * data.units * ALIGN * data.element_bytes
         worst = {
             w: max(0, whole + max(data.suffix_bytes(c, w) for c in data.choices) - r) for w, r in data.room.items()
@@ -294,7 +294,17 @@ def with_update(job: Job, chunks: Chunks, role: str, optimizer: OptimizerChunks,
     return Chunks(summary, {**chunks.nbytes, **workspace}, (*chunks.solvers, *own))
 
 
-def whole_update(job: Job, smallest: SizeChoice, others: tuple[str, ...]) -> Chunks:
+def largest(module: Module) -> SizeChoice:
+    """The most responses a step beside a resident optimizer: (7) alone decides; the smallest where none fits."""
+    choices = module[Lifetimes].choices
+    if not module.job.whole_sequences(module.job.policy):
+        return choices[0]  # of the naive schedule, which runs one at a time
+    data = gather(module)
+    fit = [c for c in choices if all(data.suffix_bytes(c, w) <= room for w, room in data.room.items())]
+    return max(fit, key=lambda c: c.responses, default=choices[0])
+
+
+def whole_update(job: Job, chosen: SizeChoice, others: tuple[str, ...]) -> Chunks:
     """One chunk a role over resident state: what the schedule without a chunked optimizer does."""
 
     def whole(role: str) -> OptimizerChunks:
@@ -303,8 +313,12 @@ def whole_update(job: Job, smallest: SizeChoice, others: tuple[str, ...]) -> Chu
         workspace = resident_bytes(job, role, parameters)
         return OptimizerChunks(count=1, elements=parameters, bytes=nbytes, workspace_bytes=workspace)
 
-    summary = ChunkSummary(optimizer=whole(job.policy), microbatch=_microbatch(smallest))
-    chunks = Chunks(summary, dict(smallest.nbytes), ())
+    summary = ChunkSummary(optimizer=whole(job.policy), microbatch=_microbatch(chosen))
+    steps = float(job.group // chosen.responses)
+    told = SolverResult(
+        name="chunk-sizes", status="optimal", objective="suffix steps a group", value=steps, bound=steps
+    )
+    chunks = Chunks(summary, dict(chosen.nbytes), (told,) if job.whole_sequences(job.policy) else ())
     for role in others:
         chunks = with_update(job, chunks, role, whole(role))
     return chunks
@@ -326,7 +340,7 @@ class ChunkSizesPass:
         job, lifetimes = module.job, module[Lifetimes]
         others = tuple(r for r in module[Schedule].trained if r != job.policy)
         if workspace_name(job, job.policy) not in lifetimes:
-            return module.put(whole_update(job, lifetimes.choices[0], others))
+            return module.put(whole_update(job, largest(module), others))
         model, solution = self._solve(job, gather(module))
         chunks = read(job, model, solution)
         chosen = next(c for c in lifetimes.choices if c.responses == chunks.summary.microbatch.suffix_responses)

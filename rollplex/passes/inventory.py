@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -70,11 +71,10 @@ class Inventory(WeightRows):
             yield from self._update(role)
 
     def choices(self) -> tuple[SizeChoice, ...]:
-        """Sizes of the suffix workspaces for every number of responses that divides the group."""
+        """Sizes of the suffix workspaces for every number of responses that divides the group, or the stated one."""
         job, n, page = self.job, self.job.group, self.job.device.page_bytes
-        policy = job.trainer(job.policy) if job.whole_sequences(job.policy) else None
-        most = min(n, policy.microbatch) if policy else n
-        divisors = [m for m in range(1, most + 1) if n % m == 0]
+        stated = job.trainer(job.policy).microbatch if job.whole_sequences(job.policy) else "auto"
+        divisors = [m for m in range(1, n + 1) if n % m == 0] if stated == "auto" else [math.gcd(n, stated)]
         rows = ((m, {o.name: pages(o.nbytes, page) for o in self._suffix_workspaces(m)}) for m in divisors)
         return tuple(SizeChoice(m, sizes) for m, sizes in rows)
 
@@ -183,8 +183,9 @@ class Inventory(WeightRows):
 
     def _work(self, role: str, responses: int) -> Work:
         """A suffix step on some of a group's responses, or the whole call where it is not split."""
-        if self.job.whole_sequences(role):
-            responses = self.job.trainer(role).microbatch
+        stated = self.job.trainer(role).microbatch
+        if self.job.whole_sequences(role) and stated != "auto":
+            responses = stated
         work = one_response(role_work(self.job, role), responses)
         return whole_call(work) if self.whole(role) else work
 
