@@ -63,6 +63,11 @@ def kv_of(tokens: int) -> Callable[[Plan], float]:
     return read
 
 
+def batch_gib(plan: Plan) -> float:
+    """GiB of one step's prompts and responses."""
+    return plan.summary.batch_bytes / 2**30
+
+
 def node_gb(plan: Plan) -> float:
     """GB of a node's host memory that are taken, less the controller's."""
     node = plan.summary.node
@@ -130,6 +135,15 @@ CASES: tuple[Case, ...] = (
         ),
     ),
     Case(20, "20_logits_of_one_trajectory", "failed", "infeasible", says=("training activations",)),
+    Case(
+        23, "23_65536_samples", "failed", "fits", algorithm="dapo",
+        figures=(Figure("GiB of a step's batch", batch_gib, 128 * (1024 * 9 + 512 * 8192 * 13) / 2**30, 0),),
+        ours_now="a GPU holds a microbatch of the samples; all of them are counted against a node's host memory",
+    ),
+    Case(
+        23, "23_8192_samples", "worked", "fits", algorithm="dapo",
+        figures=(Figure("GiB of a step's batch", batch_gib, 512 * (1024 * 9 + 16 * 8192 * 13) / 2**30, 0),),
+    ),
     Case(
         24, "24_host_96gb", "failed", "infeasible",
         says=("the host memory of a node is 89.4 GiB", "cluster.host_memory_gb=108"),
