@@ -10,10 +10,11 @@ from rollplex.ir.errors import PassError
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
-from rollplex.passes.chunk_sizes import FAMILIES, Chunks, Data, Model, read, wanted_chunks
+from rollplex.passes.chunk_sizes import FAMILIES, Chunks, Data, Model, read
 from rollplex.passes.pipeline import compile_plan
 from rollplex.passes.solver import constrain, minimise
 from rollplex.passes.state import SizeChoice
+from rollplex.passes.update_sizes import wanted_chunks
 
 FILE = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
 JOB = load_job(FILE)

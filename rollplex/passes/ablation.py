@@ -16,12 +16,13 @@ from typing import ClassVar
 from rollplex.ir.job import Job
 from rollplex.ir.job_section import MOST_PIECES
 from rollplex.ir.module import Module
-from rollplex.passes.chunk_sizes import ALIGN, ChunkSizesPass, gather
+from rollplex.passes.chunk_sizes import ChunkSizesPass, gather
 from rollplex.passes.layout import Layout
 from rollplex.passes.lifetimes import LifetimesPass
 from rollplex.passes.residency import ResidencyPass
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import HeldSizes, Lifetimes, StateObject
+from rollplex.passes.update_sizes import ALIGN
 
 
 def holds(job: Job) -> bool:

@@ -30,7 +30,6 @@ from typing import ClassVar
 
 from ortools.sat.python import cp_model
 
-from rollplex.ir.errors import PassError
 from rollplex.ir.job import Job
 from rollplex.ir.job_section import MOST_PIECES
 from rollplex.ir.module import Module
@@ -41,17 +40,17 @@ from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
 from rollplex.passes.state import HeldSizes, Lifetimes, SizeChoice
 from rollplex.passes.update_sizes import (
+    ALIGN,
     chunk_bytes_per_element,
     chunks_in_flight,
     pages,
     resident_bytes,
+    wanted_chunks,
     workspace_bytes_per_element,
     workspace_name,
 )
 from rollplex.passes.work import updated_parameters
 
-ALIGN = 64
-"""Chunks begin at multiples of this many elements, so that vector kernels see the same lanes for any chunk size."""
 LAUNCH_US = 300
 Results = tuple[SolverResult, ...]
 
@@ -137,24 +136,6 @@ def _room(module: Module, window: str, scalable: set[str]) -> int:
     fixed = (o for o in beside if o.name not in scalable)
     held = sum(o.nbytes for o in fixed if residency.place(o.name, window) == "hbm")
     return (module.job.capacity_bytes - held) // page * page
-
-
-def wanted_chunks(job: Job, units: int) -> int | None:
-    """The job's own number of chunks; PassError if that many equal chunks of whole units cannot be made."""
-    if job.optimizer.chunks == "auto":
-        return None
-    wanted = int(job.optimizer.chunks)
-    size = -(-units // min(wanted, units))
-    below = -(-units // size)
-    if below != wanted:
-        above = [-(-units // (size - 1))] if size > 1 else []
-        near = " or ".join(str(k) for k in (below, *above) if k <= MOST_PIECES)
-        raise PassError(
-            f"{units} x {ALIGN} parameters of a rank do not make {wanted} equal chunks",
-            where="optimizer.chunks",
-            hint=f"{near}, or auto",
-        )
-    return wanted
 
 
 class Model:
@@ -300,7 +281,7 @@ def largest(module: Module) -> SizeChoice:
     if not module.job.whole_sequences(module.job.policy):
         return choices[0]  # of the naive schedule, which runs one at a time
     data = gather(module)
-    fit = [c for c in choices if all(data.suffix_bytes(c, w) <= room for w, room in data.room.items())]
+    fit = (c for c in choices if all(data.suffix_bytes(c, w) <= room for w, room in data.room.items()))
     return max(fit, key=lambda c: c.responses, default=choices[0])
 
 
@@ -309,15 +290,12 @@ def whole_update(job: Job, chosen: SizeChoice, others: tuple[str, ...]) -> Chunk
 
     def whole(role: str) -> OptimizerChunks:
         parameters = updated_parameters(job, role)
-        nbytes = parameters * chunk_bytes_per_element(job)
-        workspace = resident_bytes(job, role, parameters)
+        nbytes, workspace = parameters * chunk_bytes_per_element(job), resident_bytes(job, role, parameters)
         return OptimizerChunks(count=1, elements=parameters, bytes=nbytes, workspace_bytes=workspace)
 
     summary = ChunkSummary(optimizer=whole(job.policy), microbatch=_microbatch(chosen))
-    steps = float(job.group // chosen.responses)
-    told = SolverResult(
-        name="chunk-sizes", status="optimal", objective="suffix steps a group", value=steps, bound=steps
-    )
+    n = float(job.group // chosen.responses)
+    told = SolverResult(name="chunk-sizes", status="optimal", objective="suffix steps a group", value=n, bound=n)
     chunks = Chunks(summary, dict(chosen.nbytes), (told,) if job.whole_sequences(job.policy) else ())
     for role in others:
         chunks = with_update(job, chunks, role, whole(role))

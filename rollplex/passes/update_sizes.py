@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from rollplex.backends.facts import load_facts
+from rollplex.ir.errors import PassError
 from rollplex.ir.job import Job
+from rollplex.ir.job_section import MOST_PIECES
 
 ADAM_TEMPORARIES = 2
 """Elements that torch's Adam allocates for each it updates: numerator and denominator of the step."""
 FOREACH_TEMPORARIES = 1
 """The same for its foreach implementation, the default on GPUs, over all parameters at once: the root of v alone."""
+ALIGN = 64
+"""Chunks begin at multiples of this many elements, so that vector kernels see the same lanes for any chunk size."""
 MIN_CHUNKS = 64
 """Unless the job states a number, residency reserves an optimizer workspace this fine; chunk-sizes enlarges it."""
 
@@ -56,3 +60,21 @@ def chunks_in_flight(job: Job, role: str) -> int:
 def workspace_name(job: Job, role: str) -> str:
     """The object of a role's optimizer chunks in flight."""
     return "optimizer.workspace" if role == job.policy else f"{role}.optimizer_workspace"
+
+
+def wanted_chunks(job: Job, units: int) -> int | None:
+    """The job's own number of chunks; PassError if that many equal chunks of whole units cannot be made."""
+    if job.optimizer.chunks == "auto":
+        return None
+    wanted = int(job.optimizer.chunks)
+    size = -(-units // min(wanted, units))
+    below = -(-units // size)
+    if below != wanted:
+        above = [-(-units // (size - 1))] if size > 1 else []
+        near = " or ".join(str(k) for k in (below, *above) if k <= MOST_PIECES)
+        raise PassError(
+            f"{units} x {ALIGN} parameters of a rank do not make {wanted} equal chunks",
+            where="optimizer.chunks",
+            hint=f"{near}, or auto",
+        )
+    return wanted

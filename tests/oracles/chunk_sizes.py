@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from oracles.base import Oracle, Order, solve
-from rollplex.passes.chunk_sizes import ALIGN, FAMILIES, LAUNCH_US, Data, Model
+from rollplex.passes.chunk_sizes import FAMILIES, LAUNCH_US, Data, Model
 from rollplex.passes.solver import Family, constrain
 from rollplex.passes.state import SizeChoice
+from rollplex.passes.update_sizes import ALIGN
 
 OBJECTIVES = ("bytes over capacity", "suffix steps a group", "update seconds", "optimizer workspace bytes")
 WINDOWS: tuple[str, ...] = ("P2 score", "P2 train", "P3 update")
