@@ -26,8 +26,10 @@ if TYPE_CHECKING:
         host,
         masked_mean,
         masked_sum,
+        observe,
         sequence_mean,
         sequence_sum,
+        trajectory_mean,
         whiten,
     )
 
@@ -45,8 +47,10 @@ __all__ = [
     "host",
     "masked_mean",
     "masked_sum",
+    "observe",
     "sequence_mean",
     "sequence_sum",
+    "trajectory_mean",
     "whiten",
 ]
 

@@ -24,6 +24,7 @@ PLANS = {
     "reinforce_pp": "critic_free_7b_h800x8",
     "dapo": "dapo_32b_h800x32",
     "gspo": "gspo_30b_a3b_h800x16",
+    "embodied": "embodied_7b_h800x8",
 }
 
 

@@ -18,6 +18,7 @@ from mutants.edit import move, put, steps, summarise, with_object
 from tinygraph import centred
 from tinyplan import tiny_plan, too_large, with_capacity
 from tinysummary import VARIANTS
+from turnplan import three_turns
 from twoplan import two_roles
 
 from rollplex.ir.checker import RULES, check_plan, verify_plan
@@ -25,7 +26,11 @@ from rollplex.ir.errors import PlanError
 from rollplex.ir.plan import Plan, parse_plan
 from rollplex.ir.steps import Barrier, Run, Signal, Step, UpdateChunk, Wait
 
-PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {"too large": too_large(), "two roles": two_roles()}
+PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
+    "too large": too_large(),
+    "two roles": two_roles(),
+    "three turns": three_turns(),
+}
 NAMES = sorted(MUTANTS)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import MUTANTS
+from turnplan import three_turns
 from twoplan import two_roles
 
 from rollplex.ir.checker import check_plan
@@ -68,13 +69,24 @@ PPO: dict[str, tuple[str, ...]] = {
     "ppo, trained towers": ("roles.critic.freeze=[]", "roles.actor.freeze=[]"),
     "ppo, prefix dropped": ("roles.critic.prefix_saved=dropped", "roles.actor.prefix_saved=dropped"),
 }
-NAMES = sorted({*JOBS, *OTHERS, *PPO})
+TURNS: dict[str, tuple[str, ...]] = {
+    "turns": (),
+    "turns, serial": ("schedule=serial",),
+    "turns, naive": ("schedule=naive",),
+    "turns, two pools": ("schedule=disaggregated", "cluster.rollout_gpus=4"),
+    "turns, saved state dropped": ("roles.actor.prefix_saved=dropped",),
+    "turns, trained tower": ("roles.actor.freeze=[]",),
+    "turns, no weight sharing": ("ablate=[weight_sharing]", "optimizer.chunks=auto"),
+}
+NAMES = sorted({*JOBS, *OTHERS, *PPO, *TURNS})
 
 
 @cache
 def plan(name: str) -> Plan:
     if name in PPO:
         return two_roles(*PPO[name])
+    if name in TURNS:
+        return three_turns(*TURNS[name])
     algorithm, job, overrides = OTHERS.get(name) or ("grpo", *JOBS[name])
     return compile_plan(ALGORITHMS[algorithm], load_job(job, overrides))
 

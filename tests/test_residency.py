@@ -18,9 +18,9 @@ JOB = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
 CALLS = [
     Call("rollout", "actor", "generate", True),
     Call("kv_ref", "reference", "prefix", False),
-    Call("ref_logp", "reference", "suffix", False, "kv_ref"),
+    Call("ref_logp", "reference", "suffix", False, ("kv_ref",)),
     Call("kv_logp", "actor", "prefix", True),
-    Call("logp", "actor", "suffix", True, "kv_logp"),
+    Call("logp", "actor", "suffix", True, ("kv_logp",)),
     Call("update", "actor", "update", True),
 ]
 GIB = 2**30

@@ -29,6 +29,7 @@ from rollplex.ir.check.rules import RULES, Rule, Violation
 from rollplex.ir.check.summary import Places, check_summary
 from rollplex.ir.check.tail import check_tail
 from rollplex.ir.check.tasks import check_tasks
+from rollplex.ir.check.turns import check_turns
 from rollplex.ir.check.update import check_update
 from rollplex.ir.check.values import check_values
 from rollplex.ir.check.work import check_work
@@ -62,6 +63,7 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
         *check_tasks(facts),
         *check_work(facts),
         *check_tail(facts),
+        *check_turns(facts),
         *check_update(facts),
         *check_publication(facts),
         *check_layout(facts),

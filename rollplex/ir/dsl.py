@@ -25,7 +25,7 @@ from rollplex.ir import graph as graphs
 from rollplex.ir.errors import GraphError, Loc, Problem, RollplexError
 from rollplex.ir.naming import named_graph
 from rollplex.ir.params import number
-from rollplex.ir.roles import Role, host
+from rollplex.ir.roles import Role, host, observe
 from rollplex.ir.tensor_ops import (
     at_end,
     gae,
@@ -34,6 +34,7 @@ from rollplex.ir.tensor_ops import (
     masked_sum,
     sequence_mean,
     sequence_sum,
+    trajectory_mean,
     whiten,
 )
 from rollplex.ir.tracing import Recorder, closest
@@ -53,8 +54,10 @@ __all__ = [
     "host",
     "masked_mean",
     "masked_sum",
+    "observe",
     "sequence_mean",
     "sequence_sum",
+    "trajectory_mean",
     "whiten",
 ]
 

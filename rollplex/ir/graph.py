@@ -77,6 +77,24 @@ def head(node: Node) -> str:
     return str(bound_arguments(node)["head"]) if is_op(node, ops.suffix) else op_name(node)
 
 
+def observed(node: Node) -> bool:
+    """Whether a node is a history: what an environment makes of a turn, the prompts of the next."""
+    return is_op(node, ops.host) and bound_arguments(node)["returns"] == ops.HISTORY
+
+
+def turn(node: Node) -> int:
+    """The turn that prompts are for, or that a model's call works on: 1, and one more for each observation behind."""
+    if observed(node):
+        return 1 + turn(node.args[1])  # type: ignore[arg-type]
+    return turn(node.args[1]) if runs_model(node) else 1  # type: ignore[arg-type]
+
+
+def pieces(boundary: Node) -> tuple[Node, ...]:
+    """A boundary with all that it extends, the first turn's piece first."""
+    before = bound_arguments(boundary)["extends"]
+    return (*(pieces(before) if before is not None else ()), boundary)
+
+
 def role(node: Node) -> str:
     """The role whose model a node runs or updates; "" for any other node."""
     return str(node.args[0]) if is_model_call(node) else ""
@@ -206,6 +224,8 @@ def _problems(node: Node, late: frozenset[Node]) -> list[Problem]:
     if node.op != "placeholder" and not (op_of(node) or torch_op_of(node)):
         name = getattr(node.target, "__name__", str(node.target))
         found.append(Problem(f"%{node.name} = {name} is not an op of an algorithm", where, instead_of(name)))
-    if is_op(node, ops.prefix) and node in late:
+    if is_op(node, ops.prefix) and node in late and not observed(node.args[1]):  # type: ignore[arg-type]
         found.append(Problem(f"%{node.name} is a prefix of a value that depends on the response", where))
+    if is_op(node, ops.suffix) and node.args[2] in ancestors(node.args[1]):  # type: ignore[arg-type]
+        found.append(Problem(f"%{node.name} goes on from a boundary that its own responses are part of", where))
     return found

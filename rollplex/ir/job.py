@@ -308,11 +308,12 @@ class Job(Section):
     def rollout_kv_need_bytes(self) -> int:
         """KV bytes of one rollout rank when every prompt and response fills its budget and none is preempted.
 
-        Responses share the full blocks before the last prompt token; each has its own copy of the rest.
+        Responses share the full blocks before the last prompt token; each has its own copy of the rest, and of all that
+        later turns add to it: a trajectory stays on its engine.
         """
         work = self.workload
         shared = (work.prompt_tokens - 1) // KV_BLOCK_TOKENS
-        own = math.ceil((work.prompt_tokens - shared * KV_BLOCK_TOKENS + work.response_tokens) / KV_BLOCK_TOKENS)
+        own = math.ceil((work.trajectory_tokens - shared * KV_BLOCK_TOKENS) / KV_BLOCK_TOKENS)
         blocks = self.prompts_per_engine * (shared + work.group * own) + 1  # vLLM keeps one null block
         return blocks * KV_BLOCK_TOKENS * self.spec.kv_bytes_per_token(self.rollout_tp, self.itemsize)
 

@@ -13,6 +13,7 @@ from rollplex.ir.findings import Finding, KeyPath
 from rollplex.ir.lora_checks import lora_rules
 from rollplex.ir.parallel_checks import degrees, parallel_notes
 from rollplex.ir.serving_checks import kv_rules, serving_notes, serving_rules
+from rollplex.ir.turn_checks import seen_rules, turn_rules
 
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
@@ -28,8 +29,10 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     bad_engines = list(_engines(job))
     findings = [*no_model, *_gpu(job), *_capacity(job), *bad_roles, *bad_engines]
     findings += [*_workload(job), *_tail(job), *_one_way_of_sampling_more(job), *_sharing(job), *_chunks(job)]
+    findings += turn_rules(job)
     findings += bad_pools
     if not no_model:
+        findings += seen_rules(job)
         findings += [*(f for path, section in _sections(job) for f in degrees(job, path, section)), *_visual(job)]
     if not bad_roles and not bad_pools:
         findings += [*_ratio(job), *_batches(job), *_sampled(job)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
     from rollplex.ir.job_schema import Role
+    from rollplex.ir.work_schema import Workload
 
 
 def describe(job: Job) -> str:
@@ -24,7 +25,7 @@ def describe(job: Job) -> str:
         ),
         ("work", _work(job), "schedule", _schedule(job)),
     )
-    return "\n".join(f"{a:<10} {b:<48} {c:<9} {d}".rstrip() for a, b, c, d in rows)
+    return "\n".join(f"{a:<10} {b:<47}  {c:<9} {d}".rstrip() for a, b, c, d in rows)
 
 
 def _role(job: Job, name: str) -> str:
@@ -43,7 +44,16 @@ def _cluster(job: Job) -> str:
 def _work(job: Job) -> str:
     w = job.workload
     prompts = f"{w.prompts}" if job.sampled == w.prompts else f"{w.prompts} of {job.sampled}"
-    return f"{prompts} prompts x {w.group} responses, {w.prompt_tokens} + {w.response_tokens} tokens"
+    each = "responses" if w.turns is None else "trajectories"
+    return f"{prompts} prompts x {w.group} {each}, {lengths(w)} tokens"
+
+
+def lengths(work: Workload) -> str:
+    """Budgets of a sequence: `8192 + 2048`, or of three turns `8192 + 3 x 256 + 2 x 1024`."""
+    if work.turns is None:
+        return f"{work.prompt_tokens} + {work.response_tokens}"
+    count, seen = work.turns.count, work.turns.observation_tokens
+    return f"{work.prompt_tokens} + {count} x {work.response_tokens} + {count - 1} x {seen}"
 
 
 def _trainer(role: Role) -> str:

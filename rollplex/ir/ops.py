@@ -32,6 +32,8 @@ from rollplex.ir.types import GROUP, PROMPT, RESPONSE, UNIT, Effect, StructType,
 
 Separable = Literal["group", "sum", "no"]
 Returns = Literal["scores", "prompts", "sample_prompts", "rollout"]
+HISTORY = "history"
+"""What `rx.observe` returns: the history it was given, the responses to it, and what the environment shows then."""
 Head = Literal["logprobs", "values", "score"]
 
 
@@ -103,10 +105,11 @@ def score(role: str, prompts: Any, rollout: Any) -> Any:
     raise AssertionError("score is executed by a backend")
 
 
-def prefix(role: str, prompts: Any) -> Any:
-    """Run a role's model over all but the last token of every prompt.
+def prefix(role: str, prompts: Any, extends: Any = None) -> Any:
+    """Run a role's model over all but the last token of every prompt; on a history, over what is new in it.
 
-    Before: prompts [prompt]. After: a Boundary [prompt]: the keys and values of every layer.
+    Before: prompts [prompt]. After: a Boundary [prompt]: the keys and values of every layer. Before: a history [prompt,
+    group] and the boundary of the history that it extends. After: a Boundary [prompt, group]: one more piece.
     """
     raise AssertionError("prefix is executed by a backend")
 
@@ -114,16 +117,16 @@ def prefix(role: str, prompts: Any) -> Any:
 def suffix(role: str, boundary: Any, rollout: Any, *, head: Head = "logprobs") -> Any:
     """Run the last prompt token and the response on top of a boundary.
 
-    Before: boundary [prompt], rollout [prompt, group]. After: what the head gives: log-probabilities or values
-    [prompt, group, response], or scores [prompt, group].
+    Before: boundary [prompt], with all pieces that it extends, rollout [prompt, group]. After: what the head gives:
+    log-probabilities or values [prompt, group, response], or scores [prompt, group].
     """
     raise AssertionError("suffix is executed by a backend")
 
 
-def host(fn: str, *args: Any, returns: Returns = "scores") -> Any:
+def host(fn: str, *args: Any, returns: str = "scores") -> Any:
     """Call the user's Python function on the host; `fn` is a parameter of the algorithm or `module:function`.
 
-    After: `scores` [prompt, group]; `prompts` [prompt]; `sample_prompts` [prompt, group]; `rollout` [prompt, group].
+    After: `scores`, `sample_prompts`, `history` and `rollout` [prompt, group]; `prompts` [prompt].
     """
     raise AssertionError("host is executed by the controller")
 
@@ -165,7 +168,7 @@ def _host_of(bound: Mapping[str, Any], float_dtype: str) -> Type:
     match bound["returns"]:
         case "prompts":
             return StructType("Prompts", (PROMPT,))
-        case "sample_prompts":
+        case "sample_prompts" | "history":
             return StructType("Prompts", (PROMPT, GROUP))
         case "rollout":
             return StructType("Rollout", (PROMPT, GROUP))
@@ -275,5 +278,6 @@ STRUCT_OF_RETURNS: Mapping[str, str | None] = {
     "scores": None,
     "prompts": "Prompts",
     "sample_prompts": "Prompts",
+    HISTORY: "Prompts",
     "rollout": "Rollout",
 }

@@ -58,10 +58,10 @@ class Role:
             why = "is frozen" if self.kind == "frozen" else "is trained only"
             self.recorder.refuse(f"`{self.name}` {why} and cannot generate", "generate from the policy")
         self._struct(prompts, "Prompts", "generate")
-        if self.recorder.responds(prompts):
+        if self.recorder.responds(prompts) and not graphs.observed(prompts.node):
             self.recorder.refuse(
                 "generate from prompts that depend on a response of this step",
-                "generate from the prompts of the data set",
+                "generate from the prompts of the data set, or from rx.observe(environment)(prompts, rollout)",
             )
         return self._record(ops.generate, prompts, n=n)
 
@@ -80,7 +80,7 @@ class Role:
     def prefix(self, prompts: Any) -> Value:
         """The boundary of the prompts: everything before the first response position."""
         self._struct(prompts, "Prompts", "prefix")
-        if self.recorder.responds(prompts):
+        if self.recorder.responds(prompts) and not graphs.observed(prompts.node):
             name = self.recorder.name_of(prompts)
             self.recorder.refuse(
                 f"a prefix of `{name}`, which depends on the response",
@@ -137,12 +137,16 @@ class HostCall:
     """`rx.host(fn)`: called with traced values it records a host op, with anything else it calls the function."""
 
     fn: Any
-    returns: Returns
+    returns: str
 
     def __call__(self, *args: Any) -> Any:
         traced = next((a for a in args if isinstance(a, Value)), None)
         if traced is not None and self.returns not in get_args(Returns):
             traced.tracer.refuse(f"rx.host(.., returns={self.returns!r})", closest(self.returns, get_args(Returns)))
+        return self.record(traced, *args)
+
+    def record(self, traced: Value | None, *args: Any) -> Any:
+        """The node of the call, by the recorder of a traced argument; without one the function's own result."""
         if traced is not None:
             return traced.tracer.record(ops.host, self._name(traced.tracer), *args, returns=self.returns)
         if isinstance(self.fn, Role):
@@ -157,6 +161,31 @@ class HostCall:
             return host_name(self.fn, recorder)
         self.fn.uses.setdefault("host", recorder.here())
         return self.fn.name
+
+
+@dataclass(frozen=True)
+class ObserveCall:
+    """`rx.observe(fn)`: called with a traced history and the responses to it, it records the history after them."""
+
+    fn: Any
+
+    def __call__(self, history: Any, rollout: Any) -> Any:
+        traced = next((a for a in (history, rollout) if isinstance(a, Value)), None)
+        if traced is not None:
+            self._follow(traced.tracer, history, rollout)
+        return HostCall(self.fn, ops.HISTORY).record(traced, history, rollout)
+
+    def _follow(self, recorder: Recorder, history: Any, rollout: Any) -> None:
+        """The responses are those sampled from the history: the trajectory has no gap."""
+        if not all(isinstance(a, Value) for a in (history, rollout)) or history.node.meta["struct"] != "Prompts":
+            recorder.refuse("rx.observe takes prompts and the responses to them", _OBSERVE)
+        made = rollout.node
+        if not graphs.is_op(made, ops.generate) or made.args[1] is not history.node:
+            what = f"`{recorder.name_of(rollout)}` was not sampled from `{recorder.name_of(history)}`"
+            recorder.refuse(f"an observation follows its own history: {what}", _OBSERVE)
+
+
+_OBSERVE = "rollout = actor.generate(history, n=..), then rx.observe(environment)(history, rollout)"
 
 
 def host_name(fn: Any, recorder: Recorder) -> str:
@@ -179,3 +208,12 @@ def host(fn: Any, returns: Returns = "scores") -> HostCall:
     "rollout", given responses.
     """
     return HostCall(fn, returns)
+
+
+def observe(fn: Any) -> ObserveCall:
+    """The environment of a multi-turn rollout, run on the host: `history = rx.observe(environment)(history, rollout)`.
+
+    What it returns [prompt, group] begins with the history and the responses, and goes on with a new observation: the
+    prompts of the next turn, one for each trajectory.
+    """
+    return ObserveCall(fn)

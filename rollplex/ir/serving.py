@@ -116,4 +116,4 @@ def model_length(job: Job) -> int:
     """Most tokens of a sequence that the engine takes."""
     rollout = job.roles[job.policy].rollout
     assert rollout is not None
-    return rollout.max_model_len or job.workload.prompt_tokens + job.workload.response_tokens
+    return rollout.max_model_len or job.workload.trajectory_tokens

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rollplex.ir.findings import Finding, KeyPath
+from rollplex.ir.job_text import lengths
 from rollplex.ir.serving import budget, model_length
 from rollplex.ir.sizes import pretty
 
@@ -44,12 +45,9 @@ def serving_rules(job: Job) -> Iterator[Finding]:
 
 def _length(job: Job, here: KeyPath) -> Iterator[Finding]:
     work, length = job.workload, model_length(job)
-    if (need := work.prompt_tokens + work.response_tokens) > length:
-        what = (
-            f"max_model_len {length} is less than {work.prompt_tokens} + {work.response_tokens} tokens: "
-            "responses would be cut off without a word"
-        )
-        uses = (("workload", "prompt_tokens"), ("workload", "response_tokens"))
+    if (need := work.trajectory_tokens) > length:
+        what = f"max_model_len {length} is less than {lengths(work)} tokens: responses would be cut off without a word"
+        uses = (("workload", "prompt_tokens"), ("workload", "response_tokens"), ("workload", "turns"))
         yield Finding((*here, "max_model_len"), what, f"max_model_len: {need}, or smaller budgets", uses)
 
 
@@ -97,9 +95,10 @@ def _stated(job: Job) -> list[Finding]:
     if need <= held:
         return []
     work = job.workload
+    own = f"{work.response_tokens}" if work.turns is None else f"{work.trajectory_tokens - work.prompt_tokens}"
     what = (
         f"{pretty(held)} of KV cache are {pretty(need - held)} short: "
-        f"{job.prompts_per_engine} prompts x ({work.prompt_tokens} + {work.group} x {work.response_tokens}) tokens "
+        f"{job.prompts_per_engine} prompts x ({work.prompt_tokens} + {work.group} x {own}) tokens "
         f"on one engine take {pretty(need)} a GPU, and the engine would preempt"
     )
     up = math.ceil(need / 2**30 * 100) / 100 if need > 2**25 else math.ceil(need / 2**20 * 100) / 100

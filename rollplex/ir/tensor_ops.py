@@ -9,6 +9,9 @@ Called with traced values a function records itself; called with tensors it comp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -44,6 +47,15 @@ def masked_mean(x: Any, mask: Any) -> Any:
         return handle_torch_function(masked_mean, (x, mask), x, mask)
     x, mask = torch.broadcast_tensors(x, mask)
     return portion(masked_sum(x, mask), mask_count(mask))
+
+
+def trajectory_mean(values: Sequence[Any], masks: Sequence[Any]) -> Any:
+    """Mean over the response tokens of all turns: one token, one vote, over whole trajectories.
+
+    Written in other ops. Before: a tensor and a mask of every turn, each pair of one shape. After: a scalar [].
+    """
+    sums, counts = [masked_sum(x, m) for x, m in zip(values, masks, strict=True)], [m.sum() for m in masks]
+    return reduce(add, sums) / reduce(add, counts).clamp(min=1)
 
 
 def mask_count(mask: Tensor) -> Tensor:

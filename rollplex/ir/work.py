@@ -24,7 +24,9 @@ class Work:
     backward, `recompute_attention` the core of attention alone; `unfused` attention keeps its score matrix.
     `steps` are the suffix steps of a whole iteration, which fill a pipeline; its `first` and `last` stage may have
     layers of their own number. Ranks that share a sequence pass keys and values around (ring), or `by_heads` swap
-    tokens for heads inside attention (Ulysses). With `adapters` only they are trained.
+    tokens for heads inside attention (Ulysses). With `adapters` only they are trained. In a later turn the
+    group has `sequences` histories, `prompt_tokens` are those that are new in one, behind `before` of the pieces it
+    extends; `others` are a rank's tokens in the group's other pieces, whose gradients wait meanwhile.
     """
 
     spec: ModelSpec
@@ -48,6 +50,20 @@ class Work:
     steps: int = 1
     by_heads: bool = False
     adapters: Adapters | None = None
+    turn: int = 1
+    sequences: int = 1
+    before: int = 0
+    others: int = 0
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence up to its response."""
+        return self.before + self.prompt_tokens
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of a rank in one prefix step."""
+        return self.sequences * self.local(self.prompt_tokens)
 
     @property
     def suffix_tokens(self) -> int:
@@ -126,6 +142,33 @@ def role_work(job: Job, role: str) -> Work:
         steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
         by_heads=job.whole_sequences(role),
     )
+
+
+def seen_patches(job: Job, role: str) -> int:
+    """Vision patches of one observation at most; none where it is text."""
+    vision, turns = job.spec_of(role).vision, job.workload.turns
+    if vision is None or turns is None or not turns.frames:
+        return 0
+    tokens, pixels = turns.observation_tokens, job.workload.max_pixels
+    return (tokens if pixels is None else min(tokens, vision.max_visual_tokens(turns.frames, pixels))) * vision.merge**2
+
+
+def turn_work(job: Job, role: str, turn: int) -> Work:
+    """The work of a role on one prompt group in a turn: on its prompt, or on what is new in its histories.
+
+    32B, 3 turns of 256 + 1024: turn 2 has 1280 tokens behind the 8192 of its prompt, in each of 8 trajectories.
+    """
+    first, load = role_work(job, role), job.workload
+    later = replace(
+        first,
+        prompt_tokens=load.new_tokens,
+        patches=job.group * seen_patches(job, role),
+        turn=turn,
+        sequences=job.group,
+        before=load.history_tokens(turn - 1),
+    )
+    boundary, own = first.prefix_tokens + (load.turn_count - 1) * later.prefix_tokens, first if turn == 1 else later
+    return replace(own, others=boundary - own.prefix_tokens)
 
 
 def trains_vision(job: Job, role: str) -> bool:

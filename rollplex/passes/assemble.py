@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollplex.backends.facts import load_facts
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import (
@@ -26,6 +25,7 @@ from rollplex.ir.work import patches
 from rollplex.passes.candidates import Degrees
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
+from rollplex.passes.executable import not_executable
 from rollplex.passes.host_pool import HostOffsets
 from rollplex.passes.layout import Layout
 from rollplex.passes.lower import Programs
@@ -39,6 +39,7 @@ from rollplex.passes.schedule import Phase, Schedule
 from rollplex.passes.share_policy import SharePolicy
 from rollplex.passes.state import START, HeldSizes, Lifetimes, StateObject
 from rollplex.passes.tail import tail, tail_warnings
+from rollplex.passes.trajectories import trajectories, turn_warnings
 
 NEEDS: tuple[type, ...] = (
     *(Schedule, Layout, HeldSizes, Lifetimes, Residency, Chunks),
@@ -99,63 +100,6 @@ def processes(job: Job) -> dict[str, ProcessKind]:
     }
 
 
-def not_executable(module: Module) -> tuple[str, ...]:
-    """What no backend can execute yet: the plan is for reading."""
-    job = module.job
-    engines = {job.trainer(name).engine for name in job.roles}
-    engines |= {r.rollout.engine for r in job.roles.values() if r.rollout}
-    found = [f"engine {e}" for e in sorted(engines) if not load_facts(e).runs]
-    found += [f"{role} {what}" for role in job.roles for what in unrun_features(job, role)]
-    found += list(_of_ranks(job))
-    if job.schedule in ("naive", "disaggregated") or job.ablate:
-        found.append(f"schedule {job.schedule}" + (f" without {', '.join(job.ablate)}" if job.ablate else ""))
-    if job.workload.rollout.kind != "full":
-        found.append(f"{job.workload.rollout.kind} rollout")
-    return (*found, *_of_roles(job), *_of_calls(module[Schedule]))
-
-
-def _of_ranks(job: Job) -> Iterator[str]:
-    """Ranks that the host backend cannot be."""
-    if job.cluster.nodes > 1:
-        yield f"{job.cluster.nodes} nodes: all ranks run on one machine"
-    cut = max(job.rollout_tp, *(job.trainer(name).tensor_parallel for name in job.roles))
-    if cut > 1:
-        yield f"tensor_parallel {cut}: the host backend runs whole models"
-
-
-def _of_roles(job: Job) -> Iterator[str]:
-    """Roles that a backend cannot have beside the policy."""
-    for name in job.trained[1:]:
-        yield f"{name} is trained beside {job.policy}: backends train one role"
-    for name, role in job.roles.items():
-        if role.head == "scalar":
-            yield f"{name} ends in one number: backends have models that end in logits"
-        if role.model:
-            yield f"{name} has a model of its own: backends load the job's"
-        if job.data_parallel(name) != job.data_parallel(job.policy):
-            yield f"{name} has other data-parallel ranks than {job.policy}: backends do not pass values between them"
-
-
-def _of_calls(schedule: Schedule) -> Iterator[str]:
-    for call in (c for c in schedule.calls if c.op == "whole"):
-        yield f"{call.role}'s call %{call.node} is not split"
-    for host in schedule.hosts:
-        if host in schedule.early:
-            yield f"host function %{host} runs before the rollout"
-    if "P1 sample" in schedule.names():
-        yield "dynamic sampling: backends sample every prompt once a step"
-
-
-def unrun_features(job: Job, role: str) -> tuple[str, ...]:
-    """Features of a role's trainer that no runtime has, whatever its engine."""
-    section, part = job.trainer(role), job.roles[role]
-    degrees = ("pipeline_parallel", "context_parallel", "expert_parallel")
-    found = [f"{name} {getattr(section, name)}" for name in degrees if getattr(section, name) > 1]
-    switches = {"distributed_optimizer": section.distributed_optimizer, "lora": part.lora is not None}
-    switches |= {"recompute selective": part.recompute == "selective", "attention unfused": part.attention == "unfused"}
-    return (*found, *(name for name, on in switches.items() if on))
-
-
 # ---- summary
 
 
@@ -174,6 +118,7 @@ def summarise(module: Module) -> Summary:
         batch_bytes=batch_bytes(job),
         pools=pool_summaries(job, objects),
         tail=tail(job),
+        trajectories=trajectories(module),
         objects=tuple(objects),
         windows=tuple(windows),
         layout=layout.summary,
@@ -283,6 +228,7 @@ def warnings(module: Module) -> list[str]:
         )
     found += _sampled_again(module)
     found += tail_warnings(job)
+    found += turn_warnings(module)
     if job.workload.response_median is None:
         found.append("no workload.response_median: decode is predicted for responses that all fill their budget")
     return found

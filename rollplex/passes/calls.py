@@ -23,14 +23,18 @@ SCORING: tuple[CallKind, ...] = ("suffix", "whole")
 
 @dataclass(frozen=True)
 class Call:
-    """A model call of the split graph; `whole` when it is not split, `early` when nothing of it needs a response."""
+    """A model call of the split graph; `whole` when it is not split, `early` when nothing of it needs a response.
+
+    `boundaries` are what a suffix goes on from, piece by piece, and a prefix after the first turn extends.
+    """
 
     node: str
     role: str
     op: CallKind
     trained: bool
-    boundary: str = ""
+    boundaries: tuple[str, ...] = ()
     early: bool = False
+    turn: int = 1
 
 
 def model_calls(graph: fx.Graph) -> list[Call]:
@@ -46,33 +50,34 @@ def model_calls(graph: fx.Graph) -> list[Call]:
 def _call(node: fx.Node, trained: set[str], early: bool) -> Call:
     name, role = g.op_name(node), g.role(node)
     op: CallKind = "whole" if name in ops.MODEL_CALLS else name  # type: ignore[assignment]
-    boundary = next((i.name for i in node.all_input_nodes if g.is_op(i, ops.prefix)), "")
-    return Call(node.name, role, op, role in trained, boundary, early)
+    before = next((g.pieces(i) for i in node.all_input_nodes if g.is_op(i, ops.prefix)), ())
+    return Call(node.name, role, op, role in trained, tuple(p.name for p in before), early, g.turn(node))
 
 
 def in_order(graph: fx.Graph, calls: Iterable[Call]) -> list[Call]:
     """Scoring and training calls behind all that their scores and losses are made of; frozen roles first.
 
-    Raises GraphError where two losses wait for each other's forward.
+    The calls of a role, one a turn, stay together. Raises GraphError where two losses wait for each other's forward.
     """
     found = {c.node: c for c in calls if c.op in SCORING}
     dag = nx.DiGraph()
     for call in found.values():
-        dag.add_node(call.node)
+        dag.add_node(call.role)
         behind = {n.name for root in roots(graph, call) for n in g.ancestors(root)}
-        dag.add_edges_from((name, call.node) for name in found if name in behind and name != call.node)
-    place = {name: (found[name].trained, i) for i, name in enumerate(found)}
+        dag.add_edges_from((c.role, call.role) for c in found.values() if c.node in behind and c.role != call.role)
+    place = {c.role: (c.trained, i) for i, c in reversed(list(enumerate(found.values())))}
     try:
-        return [found[name] for name in nx.lexicographical_topological_sort(dag, key=place.__getitem__)]
+        order = list(nx.lexicographical_topological_sort(dag, key=place.__getitem__))
     except nx.NetworkXUnfeasible:
-        raise _circle(graph, [found[a] for a, _ in nx.find_cycle(dag)]) from None
+        raise _circle(graph, [a for a, _ in nx.find_cycle(dag)]) from None
+    return sorted(found.values(), key=lambda c: (order.index(c.role), c.turn))
 
 
-def _circle(graph: fx.Graph, calls: list[Call]) -> GraphError:
-    names = [f"`{c.role}`" for c in calls]
+def _circle(graph: fx.Graph, roles: list[str]) -> GraphError:
+    names = [f"`{r}`" for r in roles]
     return GraphError(
         f"the losses of {' and '.join(sorted(names))} each need the other's forward: neither can be first",
-        where=g.loc(g.updates(graph)[calls[0].role]),
+        where=g.loc(g.updates(graph)[roles[0]]),
         hint="take what is known before the update from the rollout: rollout.logprobs instead of actor.logprobs(..)",
     )
 
@@ -89,16 +94,22 @@ def inputs_of(graph: fx.Graph, calls: list[Call]) -> dict[str, tuple[str, ...]]:
     made = [n.name for n in graph.nodes if n.op == "placeholder"]
     made += [c.node for c in calls if c.op == "generate"]
     made += [c.node for c in in_order(graph, calls)] + hosts
-    found = {c.node: _nearest(roots(graph, c), made, c.node) for c in calls if c.op != "update"}
-    return found | {h: _nearest([g.node_named(graph, h)], made, h) for h in hosts}
+    found = {c.node: _nearest(roots(graph, c), made, _own(c, calls)) for c in calls if c.op != "update"}
+    return found | {h: _nearest([g.node_named(graph, h)], made, {h}) for h in hosts}
 
 
-def _nearest(start: list[fx.Node], made: list[str], own: str) -> tuple[str, ...]:
+def _own(call: Call, calls: list[Call]) -> set[str]:
+    """What a call's task makes itself: a trained role's loss is made of its forwards of all turns."""
+    trains = call.trained and call.op in SCORING
+    return {c.node for c in calls if trains and c.role == call.role and c.op in SCORING} | {call.node}
+
+
+def _nearest(start: list[fx.Node], made: list[str], own: set[str]) -> tuple[str, ...]:
     """The nearest nodes behind these that others make."""
     found, seen, queue = set[str](), set(start), list(start)
     while queue:
         for node in queue.pop().all_input_nodes:
-            if node.name in made and node.name != own:
+            if node.name in made and node.name not in own:
                 found.add(node.name)
             elif node not in seen:
                 seen.add(node)
@@ -110,8 +121,8 @@ def _nearest(start: list[fx.Node], made: list[str], own: str) -> tuple[str, ...]
 
 
 def check_calls(graph: fx.Graph, calls: list[Call], trains: Iterable[str]) -> None:
-    """One rollout, of a role that is trained; one prefix and one suffix a role; what the job trains is updated."""
-    for check in (_one_rollout, _once_a_role, _host_arguments):
+    """One rollout a turn, of a role that is trained; a role once a turn; what the job trains is updated."""
+    for check in (_one_rollout, _once_a_role, _own_turn, _host_arguments):
         check(graph, calls)
     updated = {c.role for c in calls if c.op == "update"}
     for role in (r for r in trains if r not in updated):
@@ -124,23 +135,58 @@ def check_calls(graph: fx.Graph, calls: list[Call], trains: Iterable[str]) -> No
 
 
 def _one_rollout(graph: fx.Graph, calls: list[Call]) -> None:
+    """One, or one a turn: the later ones sample from what rx.observe makes of the turn before."""
     found = [c for c in calls if c.op == "generate"]
-    if len(found) != 1:
-        where = g.loc(g.node_named(graph, found[1].node)) if found else ""
-        raise GraphError(f"an iteration has exactly one `generate`, this one has {len(found)}", where=where)
+    again = [c for i, c in enumerate(found) if c.turn != i + 1]
+    if not found or again:
+        where = g.loc(g.node_named(graph, again[0].node)) if again else ""
+        turn = f" in turn {again[0].turn}" if again and len(found) > 2 else ""
+        raise GraphError(
+            f"an iteration has exactly one `generate`, this one has {len(found)}{turn}",
+            where=where,
+            hint="for a second turn sample from rx.observe(environment)(prompts, rollout)",
+        )
 
 
 def _once_a_role(graph: fx.Graph, calls: list[Call]) -> None:
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str, int]] = set()
+    turns = max(c.turn for c in calls)
     for call in calls:
         op = "suffix" if call.op == "whole" else call.op
-        if (op, call.role) in seen:
+        if (op, call.role, call.turn) in seen:
             raise GraphError(
-                f"`{call.role}` has a second `{op}` call",
+                f"`{call.role}` has a second `{op}` call{f' in turn {call.turn}' if turns > 1 else ''}",
                 where=g.loc(g.node_named(graph, call.node)),
-                hint="score each role once a step",
+                hint="score each role once a step" if turns == 1 else "score each role once a turn",
             )
-        seen.add((op, call.role))
+        seen.add((op, call.role, call.turn))
+
+
+def _own_turn(graph: fx.Graph, calls: list[Call]) -> None:
+    """In an iteration of several turns a model reads the responses of a turn behind that turn's own history."""
+    sampled = {g.node_named(graph, c.node).args[1]: c for c in calls if c.op == "generate"}
+    if len(sampled) == 1:
+        return
+    for call in calls:
+        node = g.node_named(graph, call.node)
+        if call.op == "whole":
+            what = f"`{node.name}` is not split, and turns go on from a boundary"
+            raise GraphError(
+                what, where=g.loc(node), hint="score a turn's own history: role.logprobs(history, rollout)"
+            )
+        if call.op == "prefix" and call.turn > len(sampled):
+            what = f"`{node.args[1]}` is a history that nobody samples from"
+            raise GraphError(what, where=g.loc(node), hint="leave it to host functions, or sample another turn")
+        if call.op == "suffix" and _history(node) is not _history(node.args[2]):  # type: ignore[arg-type]
+            what = f"`{node.name}` reads `{node.args[2]}` behind `{_history(node)}`, which it was not sampled from"
+            raise GraphError(what, where=g.loc(node), hint="score each turn with its own history and responses")
+
+
+def _history(node: fx.Node) -> fx.Node:
+    """The prompts that responses were sampled from, or that a suffix's boundary was made of."""
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    return _history(source) if g.is_op(source, ops.prefix) else source
 
 
 def _host_arguments(graph: fx.Graph, calls: list[Call]) -> None:

@@ -76,16 +76,20 @@ class Costs:
         return REFRESH_START_S + nbytes * job.itemsize / (job.cluster.internode_gb_s * 1e9 * REFRESH_SHARE)
 
     def prefix_s(self, work: Work, prompts: int) -> float:
-        """Vision tower and prefill of `prompts` prompts on one rank of the group."""
+        """Vision tower and prefill of `prompts` prompts, or of what is new in their trajectories, on one rank."""
         return prompts * (self._prompt_s(work) + self._tower_s(work))
 
     def _prompt_s(self, work: Work) -> float:
-        """Prefill of one prompt."""
-        return self._forward_s(work, self.prompt_tokens, self.prompt_tokens / 2)
+        """Prefill of one prompt, or of what is new in a group's histories on top of those before."""
+        whole, new = self.history_tokens(work.turn), self.prompt_tokens if work.turn == 1 else self.new_tokens
+        return self._forward_s(work, work.sequences * new, whole - new / 2)
 
     def _tower_s(self, work: Work) -> float:
-        """The vision tower on one prompt, of which every rank of the group has a replica."""
-        patches = work.patches * self.prompt_tokens // self.job.workload.prompt_tokens
+        """The vision tower on one prompt, or a group's observations, of which every rank of the group has a replica."""
+        if work.turn > 1 and not work.patches:
+            return 0.0
+        median = self.prompt_tokens if work.turn == 1 else self.job.workload.prompt_tokens
+        patches = work.patches * median // self.job.workload.prompt_tokens
         blocks = work.spec.vision.depth if work.spec.vision else 0
         return max(vision_flops(work.spec, patches) / self.flops_per_s, blocks * EAGER_LAYER_S)
 
@@ -113,8 +117,8 @@ class Costs:
 
     def suffix_s(self, work: Work, prompts: int) -> float:
         """One forward over all responses of `prompts` prompts."""
-        lengths = Lengths.of(self.job)
-        return prompts * self._forward_s(work, work.responses * lengths.mean, self.prompt_tokens + lengths.mean / 2)
+        mean = Lengths.of(self.job).mean
+        return prompts * self._forward_s(work, work.responses * mean, self.history_tokens(work.turn) + mean / 2)
 
     def whole_s(self, work: Work, prompts: int) -> float:
         """One forward over all responses of `prompts` prompts, each with its own prompt before it."""
@@ -150,13 +154,13 @@ class Costs:
         """Adam on resident state: read and write master, moments, gradient and snapshot once."""
         return parameters * 30 / self.hbm_bytes_per_s
 
-    def decode_s(self, weight_bytes: float, tp: int, prompts: int) -> float:
+    def decode_s(self, weight_bytes: float, tp: int, prompts: int, turn: int = 1) -> float:
         """Standalone decode of one engine's `prompts`, the live batch shrinking, and what a cut tail prefills again."""
         decode = Decode.of(self.job, prompts)
         width = decode.ends / STEP_BINS
         steps = ((i + 0.5) * width for i in range(STEP_BINS))
         return self.prefill_again_s(decode, tp) + sum(
-            width * self._decode_step_s(weight_bytes, tp, decode.live(step)) for step in steps
+            width * self._decode_step_s(weight_bytes, tp, decode.live(step), turn) for step in steps
         )
 
     def prefill_again_s(self, decode: Decode, tp: int) -> float:
@@ -173,9 +177,19 @@ class Costs:
         """Tokens of a prompt, as times are predicted for: the median where the job names it, else the budget."""
         return self.job.workload.prompt_median or self.job.workload.prompt_tokens
 
-    def _decode_step_s(self, weight_bytes: float, tp: int, live: Iterable[tuple[float, float]]) -> float:
-        spec, each = self.job.spec, list(live)
-        kv = sum(n * (self.prompt_tokens + own) for n, own in each) * spec.kv_bytes_per_token(tp, self.job.itemsize)
+    @property
+    def new_tokens(self) -> float:
+        """Expected tokens that a later turn adds to a history: a response, and an observation at its budget."""
+        turns = self.job.workload.turns
+        return Lengths.of(self.job).mean + (turns.observation_tokens if turns else 0)
+
+    def history_tokens(self, turn: int) -> float:
+        """Expected tokens before the response of a turn."""
+        return self.prompt_tokens + ((turn - 1) * self.new_tokens if turn > 1 else 0)
+
+    def _decode_step_s(self, weight_bytes: float, tp: int, live: Iterable[tuple[float, float]], turn: int) -> float:
+        spec, each, history = self.job.spec, list(live), self.history_tokens(turn)
+        kv = sum(n * (history + own) for n, own in each) * spec.kv_bytes_per_token(tp, self.job.itemsize)
         hidden = sum(n for n, _ in each) * spec.hidden * self.job.itemsize
         reduce = 2 * spec.layers * self.all_reduce_s(hidden, tp) + self._adapter_launches_s
         return (weight_bytes + kv) / self.hbm_bytes_per_s + spec.layers * DECODE_LAYER_OVERHEAD_S + reduce

@@ -14,10 +14,11 @@ from typing import ClassVar
 
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Times
+from rollplex.ir.planned_turns import TurnTimes
 from rollplex.passes.layout import Layout, layout_of
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
-from rollplex.passes.timeline import Added, window_seconds
+from rollplex.passes.timeline import Added, Timeline, window_seconds
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,26 @@ def colocated_s(module: Module) -> float:
     cluster = job.cluster.model_copy(update={"rollout_gpus": None})
     together = job.model_copy(update={"schedule": "serial", "cluster": cluster})
     line = window_seconds(together, schedule, Added.of(together, layout_of(together).summary))
-    return line.decode_s + line.prefix_s + line.post_s
+    return line.decode_s + line.prefix_s + line.post_s + job.workload.environment_s
+
+
+def _turn_times(line: Timeline) -> tuple[TurnTimes, ...]:
+    """Turn by turn, where there are several."""
+    found = tuple(
+        TurnTimes(
+            decode_s=round(t.decode_s, 6), prefix_s=round(t.prefix_s, 6), interference_s=round(t.interference_s, 6)
+        )
+        for t in line.turns
+    )
+    return found if len(found) > 1 else ()
 
 
 @dataclass(frozen=True)
 class EstimatePass:
     """Evaluate equation 1: T = max(T_D + d_D, T_P) + T_post, plus the transfers that stay exposed.
 
-    Rounds of dynamic sampling before the last come before it: no prefix runs beside them.
+    Rounds of dynamic sampling before the last come before it: no prefix runs beside them. Of several turns each has its
+    own max(T_D + d_D, T_P), and between them the environment runs by itself.
 
     Job keys: `cluster`, `model`, `roles`, `workload`, `sharing`.
     """
@@ -65,13 +78,11 @@ class EstimatePass:
         line = window_seconds(module.job, schedule, Added.of(module.job, module[Layout].summary))
         # One after the other it is known which prompts complete before their prefixes run.
         known = module.job.workload.prompts / module.job.sampled if schedule.overlapped else 1.0
-        after_another = line.decode_s + known * line.prefix_s + line.post_s + exposed
-        last = line.decode_s - line.sampling_s
-        beside = max(last + line.interference_s, line.overlap_s)
-        overlapped = line.sampling_s + beside + line.post_s + exposed
+        rest = line.environment_s + line.post_s + exposed
+        after_another = line.decode_s + known * line.prefix_s + rest
+        overlapped = line.sampling_s + sum(t.last_s for t in line.turns) + rest
         step = overlapped if schedule.overlapped else after_another
         serial = colocated_s(module) + exposed if module.job.disaggregated else after_another
-        bound = max(0.0, min(line.prefix_s - line.interference_s, last))
         times = Times(
             decode_s=round(line.decode_s, 6),
             prefix_s=round(line.prefix_s, 6),
@@ -81,7 +92,9 @@ class EstimatePass:
             serial_s=round(serial, 6),
             step_s=round(step, 6),
             speedup_vs_serial=round(round(serial, 6) / round(step, 6), 4),  # of the times that the plan tells
-            saving_bound_s=round(bound, 6),
+            saving_bound_s=round(sum(t.saving_bound_s for t in line.turns), 6),
+            environment_s=round(line.environment_s, 6),
+            turns=_turn_times(line),
         )
         window_s = {w: s + residency.exposed.get(w, 0.0) for w, s in line.window.items()}
         return module.put(Estimate(times, window_s))

@@ -214,7 +214,11 @@ class _Typing:
 
     def _check(self, node: Node) -> None:
         """Responses a prompt are the job's, and a loss keeps its gradient to the end."""
-        if g.is_op(node, ops.generate, ops.group_normalize):
+        if g.is_op(node, ops.generate) and g.observed(node.args[1]):  # type: ignore[arg-type]
+            if (n := plain(g.bound_arguments(node)["n"])) != 1:
+                what = f"generate has n={n} on a history: each of its trajectories goes on by itself"
+                raise GraphError(what, hint="n=1")
+        elif g.is_op(node, ops.generate, ops.group_normalize):
             n, group = plain(g.bound_arguments(node)["n"]), self.job.workload.group
             if n != group:
                 raise GraphError(

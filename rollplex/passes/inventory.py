@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency
-from rollplex.ir.work import Work, one_response, role_work, trains_vision, whole_call
+from rollplex.ir.work import Work, one_response, role_work, trains_vision, turn_work, whole_call
 from rollplex.passes.inventory_weights import WeightRows
 from rollplex.passes.layout import Layout
-from rollplex.passes.schedule import Call, Schedule
+from rollplex.passes.schedule import Call, Schedule, turned
 from rollplex.passes.state import HeldSizes, SizeChoice, StateObject
 from rollplex.passes.update_sizes import (
     chunks_in_flight,
@@ -112,30 +112,35 @@ class Inventory(WeightRows):
     # ---- boundaries
 
     def _boundary(self, call: Call) -> StateObject:
-        job, work = self.job, role_work(self.job, call.role)
-        prompts = job.prefixes_of(call.role)
-        windows = self.role_windows(call.role, "prefix", "train" if call.trained else "score")
+        turn, work = call.turn, turn_work(self.job, call.role, call.turn)
+        prompts, several = self.job.prefixes_of(call.role), len(self.schedule.turns) > 1
+        windows = self.piece_windows(call.role, turn)
+        later = (
+            "kept in HBM, on the rank of its trajectories, until suffixes of its own and all later turns have used it"
+        )
         return StateObject(
-            f"{call.role}.boundary", f"{call.role} boundary KV", "boundary", call.role,
-            prompts * work.local(work.prompt_tokens) * work.kv_bytes, self.uses(windows), produced=windows[0],
-            slots=prompts, attached=call.trained, always=self.naive,
-            why="kept in HBM until its suffix has used it",
+            turned(f"{call.role}.boundary", turn), turned(f"{call.role} boundary KV", turn), "boundary", call.role,
+            prompts * work.prefix_tokens * work.kv_bytes, self.uses(windows),
+            produced=windows[0], slots=prompts, attached=call.trained, always=self.naive,
+            why=later if several else "kept in HBM until its suffix has used it",
         )  # fmt: skip
 
     # ---- activations
 
     def _attached_state(self, role: str) -> Iterator[StateObject]:
-        """What a trained role's prefix saves for its backward."""
+        """What a trained role's prefixes save for their backward."""
         if self.naive or self.whole(role):
             return
-        job, windows = self.job, self.role_windows(role, "prefix", "train")
-        prompts = job.prefixes_of(role)
-        yield StateObject(
-            f"{role}.prefix_saved", f"{role} prefix saved state", "phase-local", role,
-            prompts * self.facts(role).prefix_saved_bytes(role_work(job, role)), self.uses(windows, "stream"),
-            produced=windows[0], slots=prompts, attached=True, recomputable=True, options=self._saved_places(role),
-            why="needed again by the prefix backward",
-        )  # fmt: skip
+        job, prompts = self.job, self.job.prefixes_of(role)
+        for turn in (c.turn for c in self.schedule.prefixes(role)):
+            windows = (*self.role_windows(role, "prefix", turn=turn), *self.role_windows(role, "train"))
+            each = self.facts(role).prefix_saved_bytes(turn_work(job, role, turn))
+            yield StateObject(
+                turned(f"{role}.prefix_saved", turn), turned(f"{role} prefix saved state", turn), "phase-local",
+                role, prompts * each, self.uses(windows, "stream"),
+                produced=windows[0], slots=prompts, attached=True, recomputable=True, options=self._saved_places(role),
+                why="needed again by the prefix backward", turn=turn,
+            )  # fmt: skip
 
     def _saved_places(self, role: str) -> frozenset[Residency]:
         """What is dropped is made again through the tower, which only the policy's is sure to be there for."""
@@ -153,13 +158,17 @@ class Inventory(WeightRows):
             yield from (self._naive_activations(role) for role in self.trained())
             return
         for call in (c for c in self.schedule.calls if c.op == "prefix"):
-            nbytes = self.facts(call.role).prefix_workspace_bytes(role_work(job, call.role), call.trained)
-            windows = self.role_windows(call.role, "prefix")
-            yield self._workspace(f"{call.role}.prefix_workspace", f"{call.role} prefix workspace", nbytes, windows)
+            work = turn_work(job, call.role, call.turn)
+            nbytes = self.facts(call.role).prefix_workspace_bytes(work, call.trained)
+            windows = self.role_windows(call.role, "prefix", turn=call.turn)
+            name, title = f"{call.role}.prefix_workspace", f"{call.role} prefix workspace"
+            yield self._workspace(turned(name, call.turn), turned(title, call.turn), nbytes, windows)
         yield from self._suffix_workspaces(1)
 
     def _naive_activations(self, role: str) -> StateObject:
-        nbytes = self.facts(role).full_activation_bytes(one_response(role_work(self.job, role)))
+        load = self.job.workload
+        whole = replace(role_work(self.job, role), prompt_tokens=load.history_tokens(load.turn_count))
+        nbytes = self.facts(role).full_activation_bytes(one_response(whole))
         of = "" if role == self.job.policy else f"{role} "
         windows = self.role_windows(role, "train")
         return StateObject(
@@ -171,23 +180,24 @@ class Inventory(WeightRows):
         if self.naive:
             return
         for role in self.frozen():
-            work, facts, windows = self._work(role, responses), self.facts(role), self.role_windows(role, "score")
-            nbytes = facts.score_workspace_bytes(work)
+            facts, windows = self.facts(role), self.role_windows(role, "score")
+            nbytes = max(facts.score_workspace_bytes(work) for work in self._works(role, responses))
             if self.whole(role):
                 nbytes = max(nbytes, facts.prefix_workspace_bytes(role_work(self.job, role), attached=False))
             yield self._workspace(f"{role}.score_workspace", f"{role} scoring workspace", nbytes, windows)
         for role in self.trained():
-            nbytes = self.facts(role).train_activation_bytes(self._work(role, responses))
+            nbytes = max(self.facts(role).train_activation_bytes(work) for work in self._works(role, responses))
             title = "training activations" if role == self.job.policy else f"{role} activations"
             yield self._workspace(activations_name(self.job, role), title, nbytes, self.role_windows(role, "train"))
 
-    def _work(self, role: str, responses: int) -> Work:
-        """A suffix step on some of a group's responses, or the whole call where it is not split."""
+    def _works(self, role: str, responses: int) -> Iterator[Work]:
+        """Suffix steps of every turn on some of a group's responses, or the whole call where it is not split."""
         stated = self.job.trainer(role).microbatch
         if self.job.whole_sequences(role) and stated != "auto":
             responses = stated
-        work = one_response(role_work(self.job, role), responses)
-        return whole_call(work) if self.whole(role) else work
+        for turn in self.schedule.turns:
+            work = one_response(turn_work(self.job, role, turn), responses)
+            yield whole_call(work) if self.whole(role) else work
 
     def _workspace(self, name: str, title: str, nbytes: int, windows: tuple[str, ...]) -> StateObject:
         return StateObject(

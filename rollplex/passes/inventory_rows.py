@@ -60,9 +60,15 @@ class Rows:
         """These windows as uses of one kind, in the schedule's order."""
         return {w.name: how for w in self.schedule.windows if w.name in set(windows)}
 
-    def role_windows(self, role: str, *kinds: Kind) -> tuple[str, ...]:
-        """The role's windows of these kinds."""
-        return tuple(w.name for w in self.schedule.windows if w.role == role and w.kind in kinds)
+    def role_windows(self, role: str, *kinds: Kind, turn: int = 0) -> tuple[str, ...]:
+        """The role's windows of these kinds; of one turn, if it is named."""
+        found = (w for w in self.schedule.windows if w.role == role and w.kind in kinds)
+        return tuple(w.name for w in found if turn in (0, w.turn))
+
+    def piece_windows(self, role: str, turn: int) -> tuple[str, ...]:
+        """Windows that use a piece of a role's boundary: its own turn's prefix, those that extend it, the suffixes."""
+        made = (w for w in self.schedule.windows if w.role == role and w.kind == "prefix" and w.turn >= turn)
+        return (*(w.name for w in made), *self.role_windows(role, "score", "train"))
 
     def facts(self, role: str) -> EngineFacts:
         """The facts of the engine that trains or scores a role."""

@@ -33,9 +33,10 @@ class LayoutCosts:
 
     @cached_property
     def tokens(self) -> float:
-        """Tokens of a step that one rollout engine runs through its layers: each prompt once, and all responses."""
+        """Tokens of a step that one rollout engine runs through its layers: each prompt once, and all else."""
         job = self.job
-        return job.prompts_per_engine * (self._costs.prompt_tokens + job.group * self._decode.lengths.mean)
+        own = self._costs.history_tokens(job.workload.turn_count) - self._costs.prompt_tokens + self._decode.lengths.mean
+        return job.prompts_per_engine * (self._costs.prompt_tokens + job.group * own)
 
     def reindex_s(self, token_bytes: int) -> float:
         """One gather of `token_bytes` a token, over all layers: read once, written once; less where it fuses."""
@@ -43,7 +44,8 @@ class LayoutCosts:
 
     def transposed_s(self, shard_bytes: int) -> float:
         """Decode steps whose GEMMs read `shard_bytes` of weights in transposed order."""
-        return TRANSPOSED_SLOWDOWN * self._decode.ends * shard_bytes / self._costs.hbm_bytes_per_s
+        steps = self.job.workload.turn_count * self._decode.ends
+        return TRANSPOSED_SLOWDOWN * steps * shard_bytes / self._costs.hbm_bytes_per_s
 
     def rebuild_s(self, nbytes: int) -> float:
         """Copy and permute after an update: read once, written once."""
@@ -53,5 +55,6 @@ class LayoutCosts:
     def rent_s_per_byte(self) -> float:
         """GPU time that a byte held through decode is worth: its share of HBM, of the seconds that decode takes."""
         job = self.job
-        decode_s = self._costs.decode_s(decoded_bytes(job), job.rollout_tp, job.prompts_per_engine)
+        weights, turns = decoded_bytes(job), range(1, job.workload.turn_count + 1)
+        decode_s = sum(self._costs.decode_s(weights, job.rollout_tp, job.prompts_per_engine, t) for t in turns)
         return decode_s / job.capacity_bytes

@@ -2,18 +2,21 @@
 
 rollout      wait prompts | map rollout.kv | run generate | signal rollout | barrier .. | unmap ..
 controller   run load | signal prompts | wait rollout | barrier .. | run host reward | signal score ..
+turns        .. | signal rollout | run host environment | signal history | wait history | run generate | ..
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rollplex.ir.lora import lora_of
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
+from rollplex.passes.calls import Call
 from rollplex.passes.inventory import CARRIED
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
 from rollplex.passes.state import Lifetimes
+from rollplex.passes.trajectories import KEPT
 
 
 @dataclass(frozen=True)
@@ -22,23 +25,9 @@ class RolloutProgram(Context):
 
     def steps(self) -> Iterator[Step]:
         """The rollout-rank program."""
-        first, end, call = self.schedule.decode_windows[0], self.last_window["P1"], self.schedule.generate
-        inputs = self.schedule.inputs[call.node]
-        yield from (Wait(window=first, event=name) for name in inputs)
-        yield from self.enter("rollout", first)
-        tower = "rollout.vision" if "rollout.vision" in self.module[Lifetimes] else f"{self.policy}.vision"
-        frozen = lora_of(self.module.job) is not None
-        weights = (f"{self.policy}.{'base' if frozen else 'snapshot'}", f"{self.policy}.case3", tower)
-        if self.second_copy:
-            weights = ("rollout.weights", "rollout.vision")
-        weights = (*weights, "rollout.adapters")
-        yield Run(
-            window=first, task="generate", node=call.node, role=call.role, reads=self.placed(first, "hbm", *weights),
-            writes=self.placed(first, "hbm", "rollout.kv", "rollout.runtime"),
-            streams=self.placed(first, "host", CARRIED),
-            inputs=inputs, outputs=(call.node,),
-        )  # fmt: skip
-        yield Signal(window=end, event=call.node, carries=(call.node,))
+        end = self.last_window["P1"]
+        for call in self.schedule.generates:
+            yield from self._turn(call)
         yield Barrier(window=end, name=ROLLOUT_COMPLETE)
         if released := self.released(end):
             yield from released
@@ -50,6 +39,29 @@ class RolloutProgram(Context):
         yield from self.refresh("rollout", self.last_window["P3"])
         yield Barrier(window=self.last_window["P3"], name=PUBLISHED)
 
+    def _turn(self, call: Call) -> Iterator[Step]:
+        """Wait for prompts or observations, and sample: a later turn goes on from the KV of those before."""
+        windows, inputs = self.schedule.turn_windows(call.turn), self.schedule.inputs[call.node]
+        first = windows[0]
+        yield from (Wait(window=first, event=name) for name in inputs)
+        if call.turn == 1:
+            yield from self.enter("rollout", first)
+        tower = "rollout.vision" if "rollout.vision" in self.module[Lifetimes] else f"{self.policy}.vision"
+        frozen = lora_of(self.module.job) is not None
+        weights = (f"{self.policy}.{'base' if frozen else 'snapshot'}", f"{self.policy}.case3", tower)
+        if self.second_copy:
+            weights = ("rollout.weights", "rollout.vision")
+        weights = (*weights, "rollout.adapters")
+        held = self.placed(first, "hbm", *KEPT) if call.turn > 1 else ()
+        yield Run(
+            window=first, task="generate", node=call.node, role=call.role,
+            reads=(*self.placed(first, "hbm", *weights), *held),
+            writes=self.placed(first, "hbm", "rollout.kv", "rollout.runtime"),
+            streams=self.placed(first, "host", CARRIED),
+            inputs=inputs, outputs=(call.node,),
+        )  # fmt: skip
+        yield Signal(window=windows[-1], event=call.node, carries=(call.node,))
+
 
 @dataclass(frozen=True)
 class ControllerProgram(Context):
@@ -60,15 +72,19 @@ class ControllerProgram(Context):
         first, end = self.first, self.last_window["P1"]
         yield Run(window=first, task="load", node=self.prompts, outputs=(self.prompts,))
         yield Signal(window=first, event=self.prompts, carries=(self.prompts,))
-        yield from self._hosts(first, early=True)
-        yield Wait(window=end, event=self.schedule.generate.node)
+        yield from self._hosts(first, self.schedule.early)
+        for call in self.schedule.generates:
+            last = self.schedule.turn_windows(call.turn)[-1]
+            yield Wait(window=last, event=call.node)
+            yield from self._hosts(last, self.schedule.observations[call.turn - 1 : call.turn])
         yield Barrier(window=end, name=ROLLOUT_COMPLETE)
-        yield from self._hosts(self.last_window["P2"], early=False)
+        done = (*self.schedule.early, *self.schedule.observations)
+        yield from self._hosts(self.last_window["P2"], [h for h in self.schedule.hosts if h not in done])
         yield Barrier(window=self.last_window["P2"], name=THETA_QUIET)
         yield Barrier(window=self.last_window["P3"], name=PUBLISHED)
 
-    def _hosts(self, window: str, early: bool) -> Iterator[Step]:
-        """Host functions: those that no response is needed for while the rollout engine decodes, the others behind."""
-        for host in (h for h in self.schedule.hosts if (h in self.schedule.early) is early):
+    def _hosts(self, window: str, which: Collection[str]) -> Iterator[Step]:
+        """Host functions: those that no response is needed for at once, environments between turns, the rest behind."""
+        for host in (h for h in self.schedule.hosts if h in which):
             yield Run(window=window, task="host", node=host, inputs=self.schedule.inputs[host], outputs=(host,))
             yield Signal(window=window, event=host, carries=(host,))

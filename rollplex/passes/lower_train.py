@@ -15,7 +15,7 @@ from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.inventory import activations_name
 from rollplex.passes.layout import Layout
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
-from rollplex.passes.schedule import Call, Window
+from rollplex.passes.schedule import Call, Window, turned
 from rollplex.passes.state import Lifetimes
 from rollplex.passes.update_sizes import workspace_name
 from rollplex.passes.work import lacking_parameters, updated_parameters
@@ -51,12 +51,15 @@ class TrainProgram(Context):
 
     def _inputs(self, window: Window) -> tuple[str, ...]:
         """Values that the trainer's work of a window takes; decoding is the rollout engine's."""
-        return self.schedule.inputs[window.node] if window.kind in ("prefix", "score", "train") else ()
+        if window.kind not in ("prefix", "score", "train"):
+            return ()
+        return tuple(dict.fromkeys(v for c in self.schedule.work(window) for v in self.schedule.inputs[c.node]))
 
     def _window_end(self, window: Window) -> Iterator[Step]:
         name = window.name
+        if window.kind == "decode" and name == self.schedule.turn_windows(window.turn)[-1]:
+            yield Wait(window=name, event=window.node)
         if name == self.last_window["P1"]:
-            yield Wait(window=name, event=self.schedule.generate.node)
             yield Barrier(window=name, name=ROLLOUT_COMPLETE)
             if self.released(name):
                 yield Wait(window=name, event=RELEASED)
@@ -70,7 +73,8 @@ class TrainProgram(Context):
             case "prefix":
                 yield from (self._prefix(window, m) for m in self._groups(window))
             case "score":
-                yield from (self._score(window, m) for m in self._groups(window))
+                calls = self.schedule.work(window)
+                yield from (self._score(window, call, m) for m in self._groups(window) for call in calls)
             case "train":
                 yield from self._train_window(window)
             case "update":
@@ -107,35 +111,42 @@ class TrainProgram(Context):
 
     def _prefix(self, window: Window, microbatch: int) -> Step:
         call, role, at = self._call(window), window.role, window.name
-        saved = (f"{role}.prefix_saved",) if call.trained else ()
+        saved = (turned(f"{role}.prefix_saved", call.turn),) if call.trained else ()
+        own = (turned(f"{role}.boundary", call.turn), turned(f"{role}.prefix_workspace", call.turn))
         return Run(
             window=at, task="prefix", node=call.node, role=role, microbatch=microbatch,
-            reads=self._weights(window),
-            writes=self.placed(at, "hbm", f"{role}.boundary", f"{role}.prefix_workspace", *saved),
+            reads=(*self._weights(window), *self._pieces(call, at)),
+            writes=self.placed(at, "hbm", *own, *saved),
             streams=self.placed(at, "host", *saved),
             inputs=self._inputs(window),
         )  # fmt: skip
 
+    def _pieces(self, call: Call, window: str) -> tuple[str, ...]:
+        """The pieces of a boundary that a call goes on from."""
+        turns = range(1, len(call.boundaries) + 1)
+        return self.placed(window, "hbm", *(turned(f"{call.role}.boundary", t) for t in turns))
+
     def _call(self, window: Window) -> Call:
         return next(c for c in self.schedule.calls if c.node == window.node)
 
-    def _score(self, window: Window, microbatch: int) -> Step:
+    def _score(self, window: Window, call: Call, microbatch: int) -> Step:
         """The suffix on its boundary, or the whole call."""
-        role, at, task = window.role, window.name, self._call(window).op
+        role, at, task = window.role, window.name, call.op
         assert task in ("suffix", "whole")
         return Run(
-            window=at, task=task, node=window.node, role=role, microbatch=microbatch,
-            reads=(*self._weights(window), *self.placed(at, "hbm", f"{role}.boundary")),
+            window=at, task=task, node=call.node, role=role, microbatch=microbatch,
+            reads=(*self._weights(window), *self._pieces(call, at)),
             writes=self.placed(at, "hbm", f"{role}.score_workspace"),
-            inputs=self._inputs(window), outputs=(window.node,),
+            inputs=self.schedule.inputs[call.node], outputs=(call.node,),
         )  # fmt: skip
 
     def _train_window(self, window: Window) -> Iterator[Step]:
         job, at, role = self.module.job, window.name, window.role
         for m in self._groups(window):
-            yield self._train_step(window, m)
-            if self._call(window).op == "suffix":
-                yield self._prefix_backward(window, m)
+            yield from (self._train_step(window, call, m) for call in self.schedule.work(window))
+            # A later piece's backward adds to the gradients of those that it goes on from.
+            prefixes = self.schedule.prefixes(role) if self._call(window).op == "suffix" else ()
+            yield from (self._prefix_backward(window, prefix, m) for prefix in reversed(prefixes))
         gradients = f"{role}.gradients"
         if job.degrees(role).replicas > 1:
             nbytes = self.module[Lifetimes][gradients].nbytes
@@ -146,30 +157,28 @@ class TrainProgram(Context):
         assert update is not None
         yield Run(window=at, task="grad_norm", node=update.node, role=role, reads=(gradients,), outputs=(norm,))
 
-    def _train_step(self, window: Window, microbatch: int) -> Step:
+    def _train_step(self, window: Window, call: Call, microbatch: int) -> Step:
         role, at = window.role, window.name
-        taken = any(window.node in self._inputs(w) for w in self.schedule.windows)
+        taken = any(call.node in self._inputs(w) for w in self.schedule.windows)
         return Run(
-            window=at, task="train", node=window.node, role=role, microbatch=microbatch,
-            reads=(*self._weights(window), *self.placed(at, "hbm", f"{role}.boundary")),
+            window=at, task="train", node=call.node, role=role, microbatch=microbatch,
+            reads=(*self._weights(window), *self._pieces(call, at)),
             writes=self.placed(at, "hbm", f"{role}.gradients", self._activations(role)),
-            inputs=self._inputs(window), outputs=(window.node,) if taken else (),
+            inputs=self.schedule.inputs[call.node], outputs=(call.node,) if taken else (),
         )  # fmt: skip
 
     def _activations(self, role: str) -> str:
         return activations_name(self.module.job, role)
 
-    def _prefix_backward(self, window: Window, microbatch: int) -> Step:
+    def _prefix_backward(self, window: Window, prefix: Call, microbatch: int) -> Step:
         role, at = window.role, window.name
-        saved = f"{role}.prefix_saved"
-        prefix = self.schedule.call("prefix", role)
-        assert prefix is not None
+        saved, own = (turned(f"{role}.{name}", prefix.turn) for name in ("prefix_saved", "boundary"))
         # What was dropped is made again from the pixels, through a tower that may itself be frozen.
         dropped = self.place(saved, at) == "dropped" and not trains_vision(self.module.job, role)
         again = self.placed(at, "hbm", self._tower(role)) if dropped else ()
         return Run(
             window=at, task="prefix_backward", node=prefix.node, role=role, microbatch=microbatch,
-            reads=(*self._weights(window), *again, *self.placed(at, "hbm", f"{role}.boundary", saved)),
+            reads=(*self._weights(window), *again, *self._pieces(prefix, at), *self.placed(at, "hbm", own, saved)),
             writes=self.placed(at, "hbm", f"{role}.gradients", self._activations(role)),
             streams=self.placed(at, "host", saved), inputs=self.schedule.inputs[prefix.node],
         )  # fmt: skip

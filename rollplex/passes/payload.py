@@ -9,7 +9,7 @@ it grows with the step, and `node_memory` counts it against the host memory of a
 from __future__ import annotations
 
 from rollplex.ir.job import Job
-from rollplex.ir.work import patches
+from rollplex.ir.work import patches, seen_patches
 
 ID, LOGPROB, MASK = 8, 4, 1
 """Bytes of a token id, of the log-probability it was sampled with, of its place in a mask."""
@@ -20,12 +20,23 @@ def batch_bytes(job: Job) -> int:
     work = job.workload
     prompt = work.prompt_tokens * (ID + MASK) + pixel_bytes(job)
     response = work.response_tokens * (ID + LOGPROB + MASK)
-    return work.prompts * (prompt + work.group * response)
+    return work.prompts * (prompt + work.group * (work.turn_count * response + seen_bytes(job)))
 
 
 def pixel_bytes(job: Job) -> int:
     """Patches of one prompt's frames as the vision tower reads them; none for a step of text."""
-    vision = job.spec.vision
-    if vision is None or not job.workload.frames:
+    return patches(job, job.policy) * _patch_bytes(job) if job.workload.frames else 0
+
+
+def seen_bytes(job: Job) -> int:
+    """All observations of one trajectory."""
+    turns = job.workload.turns
+    if turns is None:
         return 0
-    return patches(job, job.policy) * vision.channels * vision.temporal_patch * vision.patch**2 * job.itemsize
+    one = turns.observation_tokens * (ID + MASK) + seen_patches(job, job.policy) * _patch_bytes(job)
+    return (turns.count - 1) * one
+
+
+def _patch_bytes(job: Job) -> int:
+    vision = job.spec.vision
+    return vision.channels * vision.temporal_patch * vision.patch**2 * job.itemsize if vision else 0

@@ -84,6 +84,8 @@ def start(algorithm: Algorithm, job: Job) -> Module:
     params = dict(job.algorithm)
     if "n" in algorithm.parameters:
         params.setdefault("n", job.group)
+    if "turns" in algorithm.parameters and job.workload.turns:
+        params.setdefault("turns", job.workload.turns.count)
     with stage("trace"):
         graph = algorithm.trace(params, {name: _kind(role) for name, role in job.roles.items()})
     return Module(graph, with_heads(graph, job), algorithm).put(NO_CHOICE)

@@ -4,7 +4,11 @@ before    ref_logp = reference.logprobs(prompts, rollout)
 after     kv_ref   = reference.prefix(prompts)                 may run while the rollout decodes
           ref_logp = reference.suffix(kv_ref, rollout)         waits for the rollout
 
-What depends on the response is a question of reachability from `generate` through any op, whatever its name.
+What depends on the response is a question of reachability from `generate` through any op, whatever its name. A history
+depends on the responses of earlier turns, not on those that follow it: its prefix extends the boundary before it.
+
+before    ref_logp_1 = reference.logprobs(history, rollout_1)
+after     kv_ref_1   = reference.prefix(history, kv_ref)       what is new in the history, on top of kv_ref
 """
 
 from __future__ import annotations
@@ -72,16 +76,18 @@ class _Splitting:
     def _call(self, node: Node) -> Node:
         bound = g.bound_arguments(node)
         role, prompts, rollout = bound["role"], bound["prompts"], bound["rollout"]
-        if prompts in self.late:
+        if prompts in self.late and (not g.observed(prompts) or rollout in g.ancestors(prompts)):
             return self._whole(node, f"its prompts {prompts.name} depend on the response", early=False)
         if rollout not in self.late:
             return self._whole(node, "nothing of it depends on the response: all of it may run in P1", early=True)
         if role in self.whole:
             return self._whole(node, f"{role}'s engine runs whole sequences", early=False)
-        boundary = self._boundary(role, self.twin[prompts], node)
+        boundary = self._boundary(role, prompts, node)
         head = {} if g.head(node) == "logprobs" else {"head": g.head(node)}
         new = self._create(ops.suffix, (role, boundary, self.twin[rollout]), node.name, node.meta, head)
-        self.calls.append(SplitCall(node.name, role, boundary.name, new.name, f"{prompts.name} is known before decode"))
+        when = f" of turn {g.turn(prompts)}" if g.observed(prompts) else ""
+        why = f"{prompts.name} is known before decode{when}"
+        self.calls.append(SplitCall(node.name, role, boundary.name, new.name, why))
         return new
 
     def _whole(self, node: Node, why: str, early: bool) -> Node:
@@ -89,19 +95,24 @@ class _Splitting:
         return self._copy(node)
 
     def _boundary(self, role: str, prompts: Node, call: Node) -> Node:
-        """The one boundary of a role on these prompts, made at its first use."""
+        """The one boundary of a role on these prompts, made at its first use, with those that it extends."""
         if (role, prompts) not in self.boundaries:
-            kind = StructType("Boundary", getattr(g.type_of(prompts), "dims", ()), attached=role in self.trained)
+            dims, late = getattr(g.type_of(prompts), "dims", ()), prompts in self.late
+            kind = StructType("Boundary", dims, attached=role in self.trained, response_dependent=late)
             meta = {"loc": g.loc(call), "label": f"kv_{role[:3]}", "struct": "Boundary", "type": kind}
-            self.boundaries[role, prompts] = self._create(ops.prefix, (role, prompts), f"kv_{role[:3]}", meta)
+            before = (self._boundary(role, prompts.args[1], call),) if g.observed(prompts) else ()  # type: ignore[arg-type]
+            made = self._create(ops.prefix, (role, self.twin[prompts], *before), f"kv_{role[:3]}", meta)
+            self.boundaries[role, prompts] = made
         return self.boundaries[role, prompts]
 
     def _written_prefix(self, node: Node) -> Node:
         """A prefix that the user wrote: kept, unless the same boundary is there already."""
-        key = (g.role(node), self.twin[g.bound_arguments(node)["prompts"]])
-        if key not in self.boundaries:
-            self.boundaries[key] = self._copy(node)
-        return self.boundaries[key]
+        role, prompts = g.role(node), g.bound_arguments(node)["prompts"]
+        if g.observed(prompts):
+            return self._boundary(role, prompts, node)
+        if (role, prompts) not in self.boundaries:
+            self.boundaries[role, prompts] = self._copy(node)
+        return self.boundaries[role, prompts]
 
     def _copy(self, node: Node) -> Node:
         args, kwargs = g.map_nodes((node.args, node.kwargs), self.twin)

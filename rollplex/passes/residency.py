@@ -8,9 +8,9 @@ Data        o, w     object, window              w-1      the window of A[o] bef
             C, H     capacity of HBM and of a GPU's share of the pinned pool
             t(.)     seconds of a transfer or a recomputation
             g[w]     seconds of compute of w, behind which saved states (recomputable objects) stream
-            k        a stretch: all overlapped windows of phase P1 together, every other window alone
+            k        a stretch: all overlapped windows of a turn of phase P1 together, every other window alone
             slack[k] seconds of transfer that hide in it: the decode tail that the prefixes leave over, or all of decode
-                     where rollout has GPUs of its own
+                     where rollout has GPUs of its own; between turns the environment's too
 Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w      over[p,w], short[p,w]  bytes over C and H
             up, down[o,w]  o moves host -> HBM / HBM -> host before w        V      the most bytes over a capacity
             s[w]           seconds by which saved states outlast the compute of w

@@ -9,7 +9,7 @@ from itertools import pairwise
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency as Place
-from rollplex.ir.work import role_work
+from rollplex.ir.work import turn_work
 from rollplex.passes.costs import Costs
 from rollplex.passes.layout import Layout
 from rollplex.passes.schedule import Schedule
@@ -96,7 +96,7 @@ def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes, added: Added) ->
 def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
     assert "dropped" not in o.options or o.recomputable, f"{o.name} may be dropped, but nothing makes it again"
     alive, costs = o.alive(windows), Costs(job)
-    remake = costs.prefix_s(role_work(job, o.role), job.prompts_of(o.role)) if o.recomputable else 0.0
+    remake = costs.prefix_s(turn_work(job, o.role, o.turn), job.prompts_of(o.role)) if o.recomputable else 0.0
     return Item(
         name=o.name,
         units=-(-o.nbytes // UNIT),
@@ -119,9 +119,9 @@ def _places(o: StateObject, window: str) -> frozenset[Place]:
 
 def _stretches(schedule: Schedule, timeline: Timeline) -> tuple[Stretch, ...]:
     if not schedule.overlapped:
-        free = timeline.compute if timeline.idle_s else {}  # the trainer's GPUs are free while others decode
+        free = timeline.window if any(timeline.free_s) else {}  # the trainer's GPUs are free while others decode
         idle = {w: round(free.get(w, 0.0) * 1e6) for w in schedule.names("decode")}
         return tuple(Stretch((w,), idle.get(w, 0)) for w in schedule.names())
-    together = schedule.decode_windows
-    alone = (Stretch((w,)) for w in schedule.names() if w not in together)
-    return (Stretch(together, round(timeline.idle_s * 1e6)), *alone)
+    turns = zip(schedule.turns, timeline.free_s, strict=True)
+    alone = (Stretch((w,)) for w in schedule.names() if w not in schedule.decode_windows)
+    return (*(Stretch(schedule.turn_windows(t), round(free * 1e6)) for t, free in turns), *alone)

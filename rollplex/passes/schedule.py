@@ -10,6 +10,8 @@
 lifetime analysis; the trainer runs one window after the other, the rollout engine runs through those of phase P1.
 Several trained roles follow each other: .. | P2 train-critic | P2 train-actor || P3 update-critic | P3 update | ..
 With dynamic sampling `P1 sample` comes first: all rounds but the last, which alone runs beside prefixes of kept groups.
+Turns follow each other: P1 prefix-actor | P1 decode | P1 prefix-actor.2 | P1 decode.2 || .. the environment between
+them makes of a turn's responses what the next turn's prefixes extend; P2 scores and trains on all turns at once.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import torch.fx as fx
 
 from rollplex.ir import graph as g
 from rollplex.ir import ops
+from rollplex.ir.errors import GraphError
 from rollplex.ir.job_schema import OVERLAPPED
 from rollplex.ir.module import Module
-from rollplex.passes.calls import Call, CallKind, check_calls, in_order, inputs_of, model_calls
+from rollplex.passes.calls import SCORING, Call, CallKind, check_calls, in_order, inputs_of, model_calls
 from rollplex.passes.prefix_split import Split
 
 Kind = Literal["prefix", "decode", "score", "train", "update", "publish"]
@@ -32,13 +35,17 @@ Phase = Literal["P1", "P2", "P3"]
 
 @dataclass(frozen=True)
 class Window:
-    """The time between two barriers or residency changes; `node` is the graph node whose work fills it."""
+    """The time between two barriers or residency changes; `node` is the graph node whose work fills it.
+
+    Of several turns a role scores or trains in one window, `node` being that of the first.
+    """
 
     name: str
     phase: Phase
     kind: Kind
     node: str
     role: str
+    turn: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Schedule:
     """Windows in the trainer's order, the calls behind them, and the host functions between.
 
     `inputs` are the values made elsewhere that a call or a host function needs; `early` are the host functions that no
-    response is needed for.
+    response is needed for, `observations` those that make the prompts of turn 2, 3, ..
     """
 
     made_by: ClassVar[str] = "schedule"
@@ -57,6 +64,7 @@ class Schedule:
     phases: dict[str, str]
     inputs: dict[str, tuple[str, ...]]
     early: frozenset[str] = frozenset()
+    observations: tuple[str, ...] = ()
 
     @property
     def overlapped(self) -> bool:
@@ -74,9 +82,29 @@ class Schedule:
         return self.names(phase="P1")
 
     @property
-    def generate(self) -> Call:
-        """The call that samples responses."""
-        return next(c for c in self.calls if c.op == "generate")
+    def generates(self) -> tuple[Call, ...]:
+        """The calls that sample responses, one a turn."""
+        return tuple(c for c in self.calls if c.op == "generate")
+
+    @property
+    def turns(self) -> range:
+        """The turns of a trajectory: 1, 2, .."""
+        return range(1, len(self.generates) + 1)
+
+    def turn_windows(self, turn: int) -> tuple[str, ...]:
+        """Windows of phase P1 in which the rollout engine works on a turn."""
+        return tuple(w.name for w in self.windows if w.phase == "P1" and w.turn == turn)
+
+    def prefixes(self, role: str) -> tuple[Call, ...]:
+        """The prefixes of a role, one a turn."""
+        return tuple(sorted((c for c in self.calls if c.op == "prefix" and c.role == role), key=lambda c: c.turn))
+
+    def work(self, window: Window) -> tuple[Call, ...]:
+        """The calls that fill a window, one a turn where a role scores or trains."""
+        if window.kind not in ("score", "train"):
+            return tuple(c for c in self.calls if c.node == window.node)
+        mine = (c for c in self.calls if c.op in SCORING and c.role == window.role)
+        return tuple(sorted(mine, key=lambda c: c.turn))
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -99,15 +127,25 @@ def windows_of(
     Prefixes of frozen roles come before those of trained ones, so that their weights leave early. Where not every
     prompt is awaited, calls that leave no boundary are made when it is known which prompts a step takes.
     """
-    prefixes = sorted((c for c in calls if c.op == "prefix"), key=lambda c: c.trained)
-    decode = Window("P1 decode", "P1", "decode", next(c.node for c in calls if c.op == "generate"), "")
-    before = [replace(decode, name="P1 sample")] if rounds > 1 else []
+    prefixes = sorted((c for c in calls if c.op == "prefix"), key=lambda c: (c.turn, c.trained))
+    decode = [
+        Window(turned("P1 decode", c.turn), "P1", "decode", c.node, "", c.turn) for c in calls if c.op == "generate"
+    ]
+    before = [replace(decode[0], name="P1 sample")] if rounds > 1 else []
+    once = list({c.role: c for c in reversed(ordered)}.values())[::-1]
     if kind not in OVERLAPPED:
-        behind = [w for c in ordered for w in _with_prefix(c, prefixes)]
-        return [*before, decode, *behind, *_updates(calls)]
-    early = [c for c in ordered if awaited and _in_p1(c)]
-    first = [*before, *(_prefix(c, "P1") for c in prefixes), *(_work(c, "P1") for c in early)]
-    return [*first, decode, *(_work(c, "P2") for c in ordered if c not in early), *_updates(calls)]
+        behind = [w for c in once for w in _with_prefix(c, prefixes)]
+        return [*before, *decode, *behind, *_updates(calls)]
+    early = [c for c in once if awaited and _in_p1(c)]
+    first = {1: [*before, *(_prefix(c, "P1") for c in prefixes if c.turn == 1), *(_work(c, "P1") for c in early)]}
+    rest = {w.turn: [_prefix(c, "P1") for c in prefixes if c.turn == w.turn] for w in decode[1:]}
+    turns = [w for last in decode for w in [*(first | rest)[last.turn], last]]
+    return [*turns, *(_work(c, "P2") for c in once if c not in early), *_updates(calls)]
+
+
+def turned(name: str, turn: int) -> str:
+    """A name of the first turn, as a later turn has it: `P1 decode.2`, `actor.boundary.2`."""
+    return name if turn == 1 else f"{name}.{turn}"
 
 
 def _in_p1(call: Call) -> bool:
@@ -116,11 +154,13 @@ def _in_p1(call: Call) -> bool:
 
 
 def _with_prefix(call: Call, prefixes: list[Call]) -> list[Window]:
-    return [*(_prefix(p, "P2") for p in prefixes if p.node == call.boundary), _work(call, "P2")]
+    own = (p for p in prefixes if call.boundaries and p.role == call.role)
+    return [*(_prefix(p, "P2") for p in own), _work(call, "P2")]
 
 
 def _prefix(call: Call, phase: Phase) -> Window:
-    return Window(f"{phase} prefix-{call.role}", phase, "prefix", call.node, call.role)
+    name = turned(f"{phase} prefix-{call.role}", call.turn)
+    return Window(name, phase, "prefix", call.node, call.role, call.turn)
 
 
 def _work(call: Call, phase: Phase) -> Window:
@@ -140,11 +180,22 @@ def _updates(calls: list[Call]) -> list[Window]:
 
 
 def phases_of(graph: fx.Graph, windows: list[Window], early: frozenset[str]) -> dict[str, str]:
-    """Phase of every node: of its window, else P2 (loss maths); inputs and early host functions in P1."""
+    """Phase of every node: of its window, else P2 (loss maths, a role's later turns); what is early in P1."""
     phases = {n.name: "P2" for n in graph.nodes}
     phases |= {n.name: "P1" for n in graph.nodes if n.op == "placeholder" or n.name in early}
     phases |= {w.node: w.phase for w in windows}
     return phases
+
+
+def check_turns(graph: fx.Graph, calls: list[Call], asked: int) -> None:
+    """The algorithm has as many turns as the job; GraphError names both."""
+    found = [g.node_named(graph, c.node) for c in calls if c.op == "generate"]
+    if len(found) != asked:
+        has = f"the job has workload.turns.count={asked}" if asked > 1 else "the job has no workload.turns"
+        fewer = "workload.turns=null" if len(found) == 1 else f"workload.turns.count={len(found)}"
+        hint = fewer if asked > 1 else "workload: {turns: {count: .., observation_tokens: ..}} in the job"
+        several = f"{len(found)} turns" if len(found) > 1 else "one turn"
+        raise GraphError(f"the algorithm samples {several}, {has}", where=g.loc(found[-1]), hint=hint)
 
 
 @dataclass(frozen=True)
@@ -163,18 +214,21 @@ class SchedulePass:
         graph, job = module.graph, module.job
         calls = model_calls(graph)
         check_calls(graph, calls, job.trained)
+        check_turns(graph, calls, job.workload.turn_count)
         rounds, awaited = len(job.sampled_per_engine), job.workload.rollout.kind == "full"
         windows = windows_of(calls, in_order(graph, calls), job.schedule, rounds, awaited)
         late, hosts = g.response_dependent(graph), g.find(graph, ops.host)
         early = frozenset(n.name for n in hosts if n not in late)
+        seen = tuple(str(g.node_named(graph, c.node).args[1]) for c in calls if c.op == "generate" and c.turn > 1)
         return module.put(
             Schedule(
                 kind=job.schedule,
                 windows=tuple(windows),
                 calls=tuple(calls),
                 hosts=tuple(n.name for n in hosts),
-                phases=phases_of(graph, windows, early),
+                phases=phases_of(graph, windows, early | frozenset(seen)),
                 inputs=inputs_of(graph, calls),
                 early=early,
+                observations=seen,
             )
         )

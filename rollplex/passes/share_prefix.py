@@ -53,11 +53,20 @@ def shared(node: Node, job: Any) -> SharedPrefix:
     dims: tuple[str, ...] = g.type_of(node).dims  # type: ignore[union-attr]
     sizes = dim_sizes(job)
     prefixes = math.prod(sizes[d] for d in dims)
-    calls = sum(g.is_op(user, ops.suffix) for user in node.users)
+    calls = len(_suffixes(node))
+    if g.observed(g.bound_arguments(node)["prompts"]):
+        why = f"goes on from {g.pieces(node)[-2].name}, one for each trajectory"
+        return SharedPrefix(node.name, g.role(node), prefixes, calls, why)
     if GROUP in dims:
         prompts = g.bound_arguments(node)["prompts"].name
         return SharedPrefix(node.name, g.role(node), prefixes, calls, f"not shared: {prompts} differ within a group")
     return SharedPrefix(node.name, g.role(node), prefixes, calls * sizes[GROUP], "one for each prompt")
+
+
+def _suffixes(boundary: Node) -> list[Node]:
+    """Suffixes that read a boundary, those of later turns through the boundaries that extend it."""
+    found = [user for user in boundary.users if g.is_op(user, ops.suffix)]
+    return found + [s for user in boundary.users if g.is_op(user, ops.prefix) for s in _suffixes(user)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class StateObject:
 
     `uses` says how each window touches it: `hbm` needs the whole object there, `stream` takes it piece by piece over
     the host link unless it is resident. `always` keeps it in HBM in every window. `options` are the places it may be
-    in windows that do not need it in HBM.
+    in windows that do not need it in HBM. `turn` is that of a saved state's prefix.
     """
 
     name: str
@@ -37,6 +37,7 @@ class StateObject:
     workspace: bool = False
     options: frozenset[Residency] = frozenset()
     why: str = ""
+    turn: int = 1
 
     def alive(self, windows: tuple[str, ...]) -> tuple[str, ...]:
         """Windows in which the object exists: all of them, or from its production to its last use."""

@@ -7,30 +7,79 @@ from dataclasses import dataclass
 from rollplex.ir.job import Job
 from rollplex.ir.lora import lora_of
 from rollplex.ir.planned_layout import LayoutSummary
-from rollplex.ir.work import role_work
+from rollplex.ir.work import turn_work
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
-from rollplex.passes.schedule import Schedule, Window
+from rollplex.passes.schedule import Schedule, Window, turned
 from rollplex.passes.work import decoded_bytes, one_copy, updated_parameters
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One turn: its decode, its prefixes (`beside_s` under the sharing policy), and what they cost each other.
+
+    `idle_s` is the part of its windows that the trainer's GPUs have free, the environment's seconds included.
+    """
+
+    decode_s: float
+    prefix_s: float
+    beside_s: float
+    interference_s: float
+    environment_s: float
+    overlapped: bool
+
+    @property
+    def last_s(self) -> float:
+        """Decode and prefixes, beside each other or one after the other."""
+        if not self.overlapped:
+            return self.decode_s + self.prefix_s
+        return max(self.decode_s + self.interference_s, self.beside_s)
+
+    @property
+    def idle_s(self) -> float:
+        """What is left of an overlapped turn when its prefixes have ended."""
+        return self.last_s - self.beside_s + self.environment_s if self.overlapped else 0.0
+
+    @property
+    def saving_bound_s(self) -> float:
+        """The most that overlap can save of the turn (paper section 3.1, equation 1)."""
+        return max(0.0, min(self.prefix_s - self.interference_s, self.decode_s))
+
+
+@dataclass(frozen=True)
 class Timeline:
-    """Seconds of compute by window, without transfers; `overlap_s` is prefix time under the sharing policy.
+    """Seconds of compute by window, without transfers; turn by turn what decode and prefixes take.
 
     `compute` is each window's own work; `window` how long the window lasts, where decode runs beside the prefixes.
-    `idle_s` is the part of the decode windows that the trainer's GPUs have free for transfers. `sampling_s` is the part
-    of `decode_s` that no prefix may run beside: rounds of dynamic sampling before the last.
+    `free_s` is by turn the part of P1 that the trainer's GPUs have free for transfers. `sampling_s` is the part of
+    `decode_s` that no prefix may run beside: rounds of dynamic sampling before the last.
     """
 
     compute: dict[str, float]
     window: dict[str, float]
-    idle_s: float
-    decode_s: float
-    prefix_s: float
-    overlap_s: float
-    interference_s: float
+    turns: tuple[Turn, ...]
+    free_s: tuple[float, ...]
     post_s: float
     sampling_s: float = 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """All rounds and turns of sampling."""
+        return self.sampling_s + sum(t.decode_s for t in self.turns)
+
+    @property
+    def prefix_s(self) -> float:
+        """Prefixes of all turns."""
+        return sum(t.prefix_s for t in self.turns)
+
+    @property
+    def interference_s(self) -> float:
+        """Decode's slowdown beside the prefixes."""
+        return sum(t.interference_s for t in self.turns)
+
+    @property
+    def environment_s(self) -> float:
+        """Between the turns."""
+        return sum(t.environment_s for t in self.turns)
 
 
 @dataclass(frozen=True)
@@ -52,25 +101,43 @@ class Added:
 
 def window_seconds(job: Job, schedule: Schedule, added: Added) -> Timeline:
     """The timeline of a job under a schedule."""
-    windows, overlapped = schedule.windows, schedule.overlapped
-    *rounds, decode = _decode_s(job)
-    decode += added.decode_s
-    sampling, whole = sum(rounds), {c.node for c in schedule.calls if c.op == "whole"}
-    seconds = {w.name: _window_s(job, w, w.node in whole) for w in windows if w.kind not in ("decode", "publish")}
-    compute = {w.name: added.publish_s if w.kind == "publish" else seconds.get(w.name, 0.0) for w in windows}
-    compute |= {"P1 sample": sampling, "P1 decode": decode} if rounds else {"P1 decode": decode}
-    early = [w.name for w in windows if w.kind == "prefix" or (w.kind == "score" and w.phase == "P1")]
-    prefix = sum(compute[name] for name in early)
-    interference = min(decode, prefix) * INTERFERENCE_SHARE * _share(job) if overlapped else 0.0
-    post = sum(compute[w.name] for w in windows if w.kind != "decode" and w.name not in early)
-    beside = prefix / _share(job) if overlapped else prefix
-    idle = max(0.0, decode + interference - beside) if overlapped else decode if job.disaggregated else 0.0
+    windows, rounds = schedule.windows, _rounds_s(job)
+    own = {w.name: _window_s(job, schedule, w) for w in windows if w.kind not in ("decode", "publish")}
+    compute = {w.name: added.publish_s if w.kind == "publish" else own.get(w.name, 0.0) for w in windows}
+    compute |= {"P1 sample": sum(rounds)} if rounds else {}
+    each = added.decode_s / len(schedule.turns)
+    compute |= {turned("P1 decode", t): _decode_s(job, t) + each for t in schedule.turns}
+    early = [w for w in windows if w.kind == "prefix" or (w.kind == "score" and w.phase == "P1")]
+    post = sum(compute[w.name] for w in windows if w.kind != "decode" and w not in early)
+    turns = tuple(_turn(job, schedule, compute, early, t) for t in schedule.turns)
     window = dict(compute)
-    if overlapped:
-        window |= {name: compute[name] / _share(job) for name in early}
-        window |= {"P1 decode": idle}
-    free = idle + sampling if overlapped or job.disaggregated else 0.0
-    return Timeline(compute, window, free, sampling + decode, prefix, beside, interference, post, sampling)
+    for t, found in zip(schedule.turns, turns, strict=True):
+        last = turned("P1 decode", t)
+        window |= {w.name: compute[w.name] / _share(job) for w in early if w.turn == t and schedule.overlapped}
+        window[last] = found.idle_s if schedule.overlapped else compute[last] + found.environment_s
+    return Timeline(compute, window, turns, _free(job, schedule, turns, sum(rounds)), post, sum(rounds))
+
+
+def _turn(job: Job, schedule: Schedule, compute: dict[str, float], early: list[Window], turn: int) -> Turn:
+    decode, prefix = compute[turned("P1 decode", turn)], sum(compute[w.name] for w in early if w.turn == turn)
+    share, turns = _share(job) if schedule.overlapped else 1.0, job.workload.turns
+    return Turn(
+        decode_s=decode,
+        prefix_s=prefix,
+        beside_s=prefix / share,
+        interference_s=min(decode, prefix) * INTERFERENCE_SHARE * share if schedule.overlapped else 0.0,
+        environment_s=turns.environment_s if turns and turn < len(schedule.turns) else 0.0,
+        overlapped=schedule.overlapped,
+    )
+
+
+def _free(job: Job, schedule: Schedule, turns: tuple[Turn, ...], sampling: float) -> tuple[float, ...]:
+    """By turn, when the trainer's GPUs may move: while others decode, and beside nothing."""
+    if schedule.overlapped:
+        free = [t.idle_s for t in turns]
+    else:
+        free = [t.decode_s + t.environment_s if job.disaggregated else 0.0 for t in turns]
+    return (free[0] + (sampling if schedule.overlapped or job.disaggregated else 0.0), *free[1:])
 
 
 def _share(job: Job) -> float:
@@ -78,20 +145,26 @@ def _share(job: Job) -> float:
     return job.sharing.share or 1.0
 
 
-def _decode_s(job: Job) -> list[float]:
-    """Seconds of every round of sampling."""
-    weights = decoded_bytes(job)
-    return [Costs(job).decode_s(weights, job.rollout_tp, prompts) for prompts in job.sampled_per_engine]
+def _decode_s(job: Job, turn: int, prompts: int | None = None) -> float:
+    """Seconds of a turn's decode for so many prompts of an engine: those of the last round of sampling."""
+    each = job.sampled_per_engine[-1] if prompts is None else prompts
+    return Costs(job).decode_s(decoded_bytes(job), job.rollout_tp, each, turn)
 
 
-def _window_s(job: Job, window: Window, whole: bool) -> float:
-    costs, work, prompts = Costs(job), role_work(job, window.role), job.prompts_of(window.role)
+def _rounds_s(job: Job) -> list[float]:
+    """Seconds of every round of sampling before the last."""
+    return [_decode_s(job, 1, prompts) for prompts in job.sampled_per_engine[:-1]]
+
+
+def _window_s(job: Job, schedule: Schedule, window: Window) -> float:
+    costs, role, prompts = Costs(job), window.role, job.prompts_of(window.role)
+    calls = [(turn_work(job, role, c.turn), c.op == "whole") for c in schedule.work(window) if c.op != "generate"]
     match window.kind:
         case "prefix":
-            return costs.prefix_s(work, job.prefixes_of(window.role))
+            return sum(costs.prefix_s(work, job.prefixes_of(role)) for work, _ in calls)
         case "score":
-            return costs.score_s(work, prompts, whole)
+            return sum(costs.score_s(work, prompts, whole) for work, whole in calls)
         case "train":
-            return costs.train_s(work, prompts, whole)
+            return sum(costs.train_s(work, prompts, whole) for work, whole in calls)
         case _:
             return costs.adam_s(updated_parameters(job, window.role))

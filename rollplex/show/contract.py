@@ -63,10 +63,11 @@ def _widths(windows: Sequence[WindowSummary], room: int) -> list[int]:
     return widths
 
 
-def _words(w: WindowSummary) -> tuple[str, str, str]:
-    """`P2 train-actor` in its three parts: phase, work, role."""
-    work, _, role = w.name.removeprefix(w.phase).strip().partition("-")
-    return w.phase, work, role
+def _words(w: WindowSummary) -> tuple[str, str, str, str]:
+    """`P1 prefix-actor.2` in its parts: phase, work, role, and of a later turn `turn2`."""
+    name, _, turn = w.name.removeprefix(w.phase).strip().partition(".")
+    work, _, role = name.partition("-")
+    return w.phase, work, role, f"turn{turn}" if turn else ""
 
 
 def _block(plan: Plan, name: str, columns: _Columns, unit: Unit) -> list[Text]:
@@ -77,8 +78,8 @@ def _block(plan: Plan, name: str, columns: _Columns, unit: Unit) -> list[Text]:
 
 
 def _heads(columns: _Columns) -> list[str]:
-    """Three lines over the columns: the phase where it begins, the work, the role."""
-    rows, phase = ["", "", ""], ""
+    """Lines over the columns: the phase where it begins, the work, the role, and of several turns the turn."""
+    rows, phase = ["", "", "", ""], ""
     for w, column in columns.windows:
         shown = ("" if w.phase == phase else w.phase, *_words(w)[1:])
         rows = [row + clip(word, column - 1).ljust(column) for row, word in zip(rows, shown, strict=True)]

@@ -139,6 +139,18 @@ def _of(part: float, most: float) -> str:
     return f"{seconds(part).removesuffix(' s')} of at most {seconds(most)}"
 
 
+def turn_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
+    """What of a trajectory stays where it is, and every turn's decode and prefixes; nothing where there is one turn."""
+    told, times = plan.summary.trajectories, plan.summary.times
+    if told is None:
+        return []
+    head = f"{told.turns} of at most {told.tokens} tokens; the environment takes {seconds(times.environment_s)} between"
+    stays = f"a trajectory stays on its rollout engine ({', '.join(told.kept)}) and on its training rank"
+    each = [f"{i}: decode {seconds(t.decode_s)}, prefix {seconds(t.prefix_s)}" for i, t in enumerate(times.turns, 1)]
+    rows = (stays, *(", ".join(names) for names in told.pieces.values()), *joined(each, width - LABEL, "   "))
+    return labelled("turns", head, width) + [text for row in rows for text in under(row, width)]
+
+
 def policy_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     """How prefix work and decode share a GPU."""
     policy = plan.summary.policy

@@ -18,6 +18,7 @@ from rollplex.show.figures import (
     policy_lines,
     solver_lines,
     time_lines,
+    turn_lines,
     warning_lines,
 )
 from rollplex.show.graph import graph_lines
@@ -36,7 +37,7 @@ _GROUPS: tuple[tuple[Section, ...], ...] = (
     (graph_lines,),
     (contract_lines,),
     (memory_lines,),
-    (layout_lines, chunk_lines, solver_lines, time_lines, policy_lines, warning_lines),
+    (layout_lines, chunk_lines, solver_lines, time_lines, turn_lines, policy_lines, warning_lines),
 )
 
 

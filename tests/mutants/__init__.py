@@ -4,11 +4,27 @@ Each is a function from a plan to all plans with one such fault; a plan without 
 What would do no harm is left out where the faults are made, never when they are found to be accepted.
 """
 
-from mutants import agree, capacity, form, host_pool, layout, lora, order, pools, residency, roles, tail, update, work
+from mutants import (
+    agree,
+    capacity,
+    form,
+    host_pool,
+    layout,
+    lora,
+    order,
+    pools,
+    residency,
+    roles,
+    tail,
+    turns,
+    update,
+    work,
+)  # fmt: skip
 from mutants.edit import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS", "Mutant",
     "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pools", "residency", "roles", "tail",
+    "turns",
     "update", "work",
 ]  # fmt: skip

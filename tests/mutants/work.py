@@ -16,6 +16,11 @@ def tasks(plan: Plan, *names: str) -> Iterator[tuple[str, int, Run]]:
     yield from ((p, i, s) for p, i, s in steps(plan, Run) if s.task in names)
 
 
+def boundaries(plan: Plan, *names: str) -> set[str]:
+    """Those of these objects that are boundaries."""
+    return {n for n in names if objects(plan)[n].class_ == "boundary"}
+
+
 @mutant("microbatch")
 def group_left_out(plan: Plan) -> Iterator[Plan]:
     for process, i, _ in tasks(plan, "prefix", "suffix", "whole", "train"):
@@ -77,7 +82,7 @@ def suffix_before_prefix(plan: Plan) -> Iterator[Plan]:
         later = [
             j
             for p, j, s in tasks(plan, "suffix", "train")
-            if p == process and (s.role, s.microbatch) == (step.role, step.microbatch)
+            if p == process and s.microbatch == step.microbatch and boundaries(plan, *step.writes) & set(s.reads)
         ]
         yield from (move(plan, process, i, j) for j in later[:1])
 
@@ -93,9 +98,9 @@ def node_of_another_kind(plan: Plan) -> Iterator[Plan]:
 
 @mutant("node")
 def node_of_another_role(plan: Plan) -> Iterator[Plan]:
-    nodes = {(s.task, s.node) for _, _, s in steps(plan, Run)}
+    nodes = {(s.task, s.role, s.node) for _, _, s in steps(plan, Run)}
     for process, i, step in tasks(plan, *BY_GROUP):
-        for node in sorted(n for t, n in nodes if t == step.task and n != step.node):
+        for node in sorted(n for t, role, n in nodes if t == step.task and role != step.role):
             yield put(plan, process, i, change(step, node=node))
 
 
@@ -120,9 +125,8 @@ def not_made(plan: Plan) -> Iterator[Plan]:
 @mutant("task-objects")
 def boundary_not_used(plan: Plan) -> Iterator[Plan]:
     for process, i, step in tasks(plan, *BY_GROUP):
-        for o in plan.summary.objects:
-            if o.class_ == "boundary" and o.role == step.role and step.task != "prefix_backward":
-                yield put(plan, process, i, unlist(step, o.name))
+        for name in sorted(boundaries(plan, *step.reads, *step.writes)) if step.task != "prefix_backward" else ():
+            yield put(plan, process, i, unlist(step, name))
 
 
 @mutant("task-objects", "not-produced")

@@ -45,15 +45,15 @@ class MegatronFacts:
 
     def prefix_saved_bytes(self, work: Work) -> int:
         """Layer inputs under recomputation, everything otherwise; the tower only where it is trained."""
-        s, tokens = work.spec, work.local(work.prompt_tokens)
-        layers = self._kept(work, work.prompt_tokens, work.layers)
+        s, tokens = work.spec, work.prefix_tokens
+        layers = self._kept(work, work.context, work.layers)
         block = a.vision_input_bytes(work) if work.recompute else a.vision_block_bytes(work)
         tower = work.patches * block * s.vision.depth if s.vision and work.vision_grad else 0
         return tokens * layers + tower
 
     def prefix_workspace_bytes(self, work: Work, attached: bool) -> int:
         """One layer's forward, or the tower's; an attached prefix also stages two layer inputs for the link."""
-        tokens, context = work.local(work.prompt_tokens), work.prompt_tokens
+        tokens, context = work.prefix_tokens, work.context
         staging = 2 * tokens * a.layer_input_bytes(work) if attached else 0
         full = tokens * a.layer_bytes(work, context) if attached and not work.recompute else 0
         forward = max(tokens * a.layer_forward_bytes(work, context), a.vision_forward_bytes(work))
@@ -62,17 +62,17 @@ class MegatronFacts:
     def score_workspace_bytes(self, work: Work) -> int:
         """One layer's forward over the suffix, and the head in pieces."""
         tokens = self._suffix_tokens(work)
-        layer = a.layer_forward_bytes(work, work.prompt_tokens + work.response_tokens)
+        layer = a.layer_forward_bytes(work, work.context + work.response_tokens)
         return tokens * layer + self._head(work, tokens) + self._sent(work, tokens)
 
     def train_activation_bytes(self, work: Work) -> int:
         """The larger of a suffix step and a prefix backward, with the boundary's gradient of one group."""
-        boundary = work.local(work.prompt_tokens) * work.kv_bytes
+        boundary = (work.prefix_tokens + work.others) * work.kv_bytes
         return max(self._suffix_step(work), self._prefix_backward(work)) + boundary
 
     def _suffix_step(self, work: Work) -> int:
         """Of the stage that keeps most layers of steps in flight, with the head of the last."""
-        tokens, context = self._suffix_tokens(work), work.prompt_tokens + work.response_tokens
+        tokens, context = self._suffix_tokens(work), work.context + work.response_tokens
         step = tokens * (self._kept(work, context, work.layers_in_flight) + a.backward_bytes(work, context))
         return step + self._head(work, tokens) + self._sent(work, tokens)
 
@@ -82,7 +82,7 @@ class MegatronFacts:
 
     def _prefix_backward(self, work: Work) -> int:
         vision = work.patches * (a.vision_block_bytes(work) + 2 * a.vision_input_bytes(work)) if work.vision_grad else 0
-        tokens, context = work.local(work.prompt_tokens), work.prompt_tokens
+        tokens, context = work.prefix_tokens, work.context
         layer = a.layer_bytes(work, context) + 2 * a.layer_input_bytes(work) + 2 * a.scores_bytes(work, context)
         return max(tokens * layer + self._sent(work, tokens), vision)
 

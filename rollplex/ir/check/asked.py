@@ -61,7 +61,7 @@ def engines(facts: Facts, job: Job) -> Iterator[Violation]:
 
 def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
     """Prompts, rollout memory and chunks are those that the job states."""
-    for role, o in facts.boundaries.items():
+    for role, o in ((role, o) for role, found in facts.pieces.items() for o in found):
         if role not in job.roles:
             continue
         taken, sampled = job.prompts_of(role), job.sampled // job.data_parallel(role)
@@ -118,8 +118,9 @@ def roles(facts: Facts, job: Job) -> Iterator[Violation]:
         if is_call(record) and record.op != "rx.host" and record.args[0] not in job.roles:
             yield Violation("asked", f"it calls {record.args[0]}, which is no role of the job", where=f"%{record.name}")
         n = record.kwargs.get("n", record.args[2] if len(record.args) > 2 else None)
-        if record.op == "rx.generate" and n != job.group:
-            yield Violation("asked", f"it samples {n} responses, the job {job.group}", where=f"%{record.name}")
+        each = job.group if facts.turn[record.name] == 1 else 1
+        if record.op == "rx.generate" and n != each:
+            yield Violation("asked", f"it samples {n} responses, the job {each}", where=f"%{record.name}")
 
 
 def adapters(facts: Facts, job: Job) -> Iterator[Violation]:
@@ -183,6 +184,8 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
         asked.append(f"schedule {job.schedule}")
     if job.workload.rollout.kind != "full":
         asked.append(f"{job.workload.rollout.kind} rollout")
+    if job.workload.turns is not None:
+        asked.append(f"{job.workload.turns.count} turns")
     for feature in asked:
         if not any(reason.startswith(feature) for reason in told):
             yield Violation("asked", f"no backend executes {feature}, and not_executable leaves it out")

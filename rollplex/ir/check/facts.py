@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollplex.ir.check.rules import At
-from rollplex.ir.plan import BARRIERS, Plan, PlannedObject
+from rollplex.ir.plan import BARRIERS, NodeRecord, Plan, PlannedObject, references
 from rollplex.ir.steps import (
     Barrier,
     Drop,
@@ -30,6 +30,10 @@ TIMELINE = "train"
 """The program whose steps say which window it is."""
 BY_GROUP = ("prefix", "suffix", "whole", "train", "prefix_backward")
 """Tasks whose microbatch is a prompt group, and so a slot of slotted objects."""
+
+
+ON_PROMPTS = ("rx.generate", "rx.prefix", "rx.suffix", "rx.logprobs", "rx.values", "rx.score")
+"""Calls whose first value is prompts, or a boundary of prompts."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +168,39 @@ class Facts:
         return tuple(o.name for o in self.objects.values() if o.class_ == "permanent" and o.role == role)
 
     @cached_property
+    def turn(self) -> dict[str, int]:
+        """The turn of every call of the graph, and of its prompts: one more for each observation behind them."""
+        found: dict[str, int] = {}
+        for r in self.plan.graph:
+            here = found.get(next(references(r.args), ""), 1)
+            found[r.name] = here + 1 if is_observation(r) else here if r.op in ON_PROMPTS else 1
+        return found
+
+    @cached_property
+    def observations(self) -> frozenset[str]:
+        """Histories that a next turn is sampled from."""
+        sampled = {n for r in self.plan.graph if r.op == "rx.generate" for n in references(r.args)}
+        return frozenset(r.name for r in self.plan.graph if is_observation(r) and r.name in sampled)
+
+    @cached_property
+    def turns(self) -> int:
+        """Turns of a trajectory: responses that are sampled one behind the other."""
+        return max((self.turn[r.name] for r in self.plan.graph if r.op == "rx.generate"), default=1)
+
+    @cached_property
+    def pieces(self) -> dict[str, tuple[PlannedObject, ...]]:
+        """What each role's suffixes need of its prefixes, in the order in which they are made: a piece a turn."""
+        first: dict[str, int] = {}
+        for at, step in self.runs("prefix"):
+            first |= {name: at.index for name in step.writes if name not in first}
+        boundaries = (o for o in self.objects.values() if o.class_ == "boundary")
+        found = sorted(boundaries, key=lambda o: first.get(o.name, len(self.programs[o.process])))
+        return {role: tuple(o for o in found if o.role == role) for role in dict.fromkeys(o.role for o in found)}
+
+    @cached_property
     def boundaries(self) -> dict[str, PlannedObject]:
-        """What each role's suffix needs of its prefix."""
-        return {o.role: o for o in self.objects.values() if o.class_ == "boundary"}
+        """What each role's first prefix leaves to its suffixes."""
+        return {role: found[0] for role, found in self.pieces.items()}
 
     def group_count(self, role: str) -> int:
         """Prompt groups of a rank: the slots of the role's boundary, or those of its share of the step's prompts."""
@@ -184,9 +218,21 @@ class Facts:
         return {name: s.role for _, s in self.runs("suffix", "whole", "train") for name in s.outputs}
 
     @cached_property
-    def saved(self) -> dict[str, PlannedObject]:
-        """What each role's prefix saves for its backward."""
-        return {o.role: o for o in self.objects.values() if o.class_ == "phase-local" and o.attached}
+    def saved(self) -> dict[str, tuple[PlannedObject, ...]]:
+        """What each role's prefixes save for their backward, a piece a turn."""
+        kept = [o for o in self.objects.values() if o.class_ == "phase-local" and o.attached]
+        rank = {name: i for i, name in enumerate(self.windows)}
+        kept.sort(key=lambda o: rank.get(o.produced, -1))
+        return {role: tuple(o for o in kept if o.role == role) for role in dict.fromkeys(o.role for o in kept)}
+
+    def saved_by(self, step: Run) -> PlannedObject | None:
+        """What a prefix saves, or its backward needs."""
+        found, turn = self.saved.get(step.role, ()), self.turn.get(step.node, 1)
+        return found[turn - 1] if turn <= len(found) else None
+
+    def in_groups(self, o: PlannedObject) -> bool:
+        """Whether an object has a slot for every prompt group: a boundary's piece, or what its prefix saves."""
+        return o in self.pieces.get(o.role, ()) or o in self.saved.get(o.role, ())
 
     def taken(self, role: str) -> int:
         """Prompt groups of a rank that a step trains or scores on: all, or those that are complete, numbered first."""
@@ -198,6 +244,11 @@ class Facts:
         if isinstance(step, Run) and step.task in BY_GROUP and o.slots > 1:
             return frozenset({step.microbatch})
         return frozenset(range(o.slots))
+
+
+def is_observation(record: NodeRecord) -> bool:
+    """Whether a host function makes the prompts of a next turn."""
+    return record.op == "rx.host" and record.kwargs.get("returns") == "history"
 
 
 def reads(step: Step) -> tuple[str, ...]:

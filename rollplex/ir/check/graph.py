@@ -51,8 +51,9 @@ ARGUMENTS = {
 def records(facts: Facts) -> Iterator[Violation]:
     """Every record has a name of its own, and reads records before it; calls take what they take (design section 3)."""
     for r in facts.plan.graph:
-        if is_call(r) and len(r.args) != ARGUMENTS.get(r.op, len(r.args)):
-            yield Violation("graph", f"{r.op} takes {ARGUMENTS[r.op]} arguments, not {len(r.args)}", where=f"%{r.name}")
+        asked = ARGUMENTS.get(r.op, len(r.args)) + (r.op == "rx.prefix" and facts.turn[r.name] > 1)
+        if is_call(r) and len(r.args) != asked:
+            yield Violation("graph", f"{r.op} takes {asked} arguments, not {len(r.args)}", where=f"%{r.name}")
     for name, count in Counter(r.name for r in facts.plan.graph).items():
         if count > 1:
             yield Violation("graph", f"{count} records are named %{name}", where=name)
@@ -108,7 +109,7 @@ def trained(facts: Facts) -> Iterator[Violation]:
         yield Violation("graph", what, where=role)
 
 
-RETURNS = ("scores", "prompts", "sample_prompts", "rollout")
+RETURNS = ("scores", "prompts", "sample_prompts", "history", "rollout")
 
 
 def hosts(facts: Facts) -> Iterator[Violation]:

@@ -31,7 +31,21 @@ def step_bytes(job: Job) -> int:
         patch = vision.channels * vision.temporal_patch * vision.patch * vision.patch * job.itemsize
         prompt += min(visual, work.prompt_tokens) * vision.merge * vision.merge * patch
     response = (TOKEN_ID + TOKEN_LOGPROB + TOKEN_MASK) * work.response_tokens
-    return work.prompts * prompt + work.prompts * work.group * response
+    trajectory = work.turn_count * response + (work.turn_count - 1) * seen_bytes(job)
+    return work.prompts * prompt + work.prompts * work.group * trajectory
+
+
+def seen_bytes(job: Job) -> int:
+    """Bytes of one observation at its budget: tokens, and the patches of its frames."""
+    turns, vision = job.workload.turns, job.spec.vision
+    if turns is None:
+        return 0
+    found = (TOKEN_ID + TOKEN_MASK) * turns.observation_tokens
+    if vision is not None and turns.frames:
+        visual, most = turns.observation_tokens, job.workload.max_pixels
+        visual = min(visual, vision.max_visual_tokens(turns.frames, most)) if most else visual
+        found += visual * vision.merge**2 * vision.channels * vision.temporal_patch * vision.patch**2 * job.itemsize
+    return found
 
 
 def _node(facts: Facts, job: Job, index: int) -> NodeMemory:

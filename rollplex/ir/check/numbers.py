@@ -2,6 +2,7 @@
 
 serial = decode + prefix + post + exposed            step = max(decode + interference, prefix / share) + post + exposed
 speedup = serial / step                              bound = min(prefix - interference, decode), at least 0
+Of several turns step and bound are sums over them, and the environment's seconds lie between.
 Source: paper section 3.1, equation 1. Seconds are predicted; what is checked is that they agree.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.update import Update, state_itemsize, updates
+from rollplex.ir.planned_turns import TurnTimes
 from rollplex.ir.steps import Publish, Rebuild, UpdateChunk
 
 ROUNDED_S = 1e-4
@@ -24,16 +26,17 @@ EQUATION_1 = ("rollplex", "naive")
 def times(facts: Facts) -> Iterator[Violation]:
     """The times of a step are those of its parts."""
     t, share = facts.plan.summary.times, facts.plan.summary.policy.share or 1.0
-    rest = t.post_s + t.exposed_transfer_s
+    rest = t.post_s + t.exposed_transfer_s + t.environment_s
     tail, beside = facts.plan.summary.tail, facts.plan.schedule in EQUATION_1
     # Before it is known which prompts a step takes, prefixes are for all that are sampled.
     taken = tail.taken / max(tail.sampled, 1) if tail and beside else 1.0
     serial = t.decode_s + taken * t.prefix_s + rest
     # Rounds of dynamic sampling before the last have their window to themselves.
     alone = sum(w.seconds for w in facts.plan.summary.windows if w.name == "P1 sample")
-    last = t.decode_s - alone
-    together = alone + max(last + t.interference_s, t.prefix_s / share) + rest
-    bound = max(0.0, min(t.prefix_s - t.interference_s, last))
+    once = TurnTimes(decode_s=max(0.0, t.decode_s - alone), prefix_s=t.prefix_s, interference_s=t.interference_s)
+    turns = t.turns or (once,)
+    together = alone + sum(max(u.decode_s + u.interference_s, u.prefix_s / share) for u in turns) + rest
+    bound = sum(max(0.0, min(u.prefix_s - u.interference_s, u.decode_s)) for u in turns)
     if facts.plan.schedule != "disaggregated":  # whose serial schedule is another, on all GPUs
         yield from _same("serial_s", t.serial_s, serial)
     yield from _same("step_s", t.step_s, together if beside else serial)

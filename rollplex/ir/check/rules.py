@@ -99,6 +99,11 @@ RULES: dict[str, Rule] = {
     "tail": Rule(
         "of the prompt groups sampled the taken are worked on, and the unfinished kept", "paper 4.7", COMPILE_AGAIN
     ),
+    "trajectory": Rule(
+        "a trajectory's turns follow each other on one engine and one rank, on all that they go on from",
+        "paper 5",
+        COMPILE_AGAIN,
+    ),
     # ---- capacity
     "capacity": Rule("HBM holds what is mapped in every order of steps", "design 4", "offload more, or lower budgets"),
     "host-capacity": Rule(

@@ -87,29 +87,33 @@ def listed(facts: Facts) -> Iterator[Violation]:
 
 def _reads(facts: Facts, at: At, step: Run) -> set[str]:
     """What a task cannot do without: all weights from the start of a model on, the boundary where it resumes."""
+    turn = facts.turn.get(step.node, 1)
+    pieces = [o.name for o in facts.pieces.get(step.role, ())]
     if step.task in ("suffix", "train"):
-        return {o.name for o in (facts.boundaries.get(step.role),) if o} | facts.needed_bases(step.role)
+        return set(pieces[:turn]) | facts.needed_bases(step.role)
     if step.task == "prefix_backward":
-        return set()
+        return set(pieces[: turn - 1])
     own = (o for o in facts.objects.values() if o.class_ == "regenerable" and o.role == step.role)
     here = (o for o in own if at.process in (o.process, *o.readers))
     copies = () if step.task == "generate" else facts.copies
     lent = set() if step.task == "generate" else facts.needed_bases(step.role)
-    return {o.name for o in here if o.name not in copies}.union(lent)
+    extended = pieces[: turn - 1] if step.task == "prefix" else []
+    return {o.name for o in here if o.name not in copies}.union(lent, extended)
 
 
 def _writes(facts: Facts, step: Run) -> set[str]:
     if step.task == "prefix":
-        return {o.name for o in (facts.boundaries.get(step.role),) if o}
+        turn = facts.turn.get(step.node, 1)
+        return {o.name for o in facts.pieces.get(step.role, ())[turn - 1 : turn]}
     return set(facts.gradients(step.role)) if step.task in ("train", "prefix_backward") else set()
 
 
 def same_objects(facts: Facts) -> Iterator[Violation]:
     """A task lists the same objects and values for every group: what one leaves out escapes the other checks."""
-    first: dict[tuple[str, str], tuple[At, frozenset[str]]] = {}
+    first: dict[tuple[str, str, str], tuple[At, frozenset[str]]] = {}
     for at, step in facts.groups:
         listed = frozenset((*step.reads, *step.writes, *step.streams, *step.inputs))
-        like, expected = first.setdefault((step.role, step.task), (at, listed))
+        like, expected = first.setdefault((step.role, step.task, step.node), (at, listed))
         if listed != expected:
             names = ", ".join(sorted(listed ^ expected))
             yield Violation("task-objects", f"it differs from {like} in {names}", at)

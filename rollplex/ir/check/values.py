@@ -57,7 +57,8 @@ def _run(facts: Facts, values: _Values, at: At, step: Run) -> Iterator[Violation
         if not values.has(at.process, name, _groups(facts, step, name, microbatch)):
             yield Violation("missing-value", f"takes {name}, which {at.process} neither made nor received", at)
             values.held[at.process].setdefault(name, set()).add(WHOLE)
-    late = values.responses.intersection(step.inputs) or step.task in ("suffix", "train", "prefix_backward")
+    taken = () if step.node in facts.observations else step.inputs  # a turn's responses are final when they are sent
+    late = values.responses.intersection(taken) or step.task in ("suffix", "train", "prefix_backward")
     if late and not facts.past(at, ROLLOUT_COMPLETE):
         yield Violation("suffix-before-rollout", "responses are final only behind barrier rollout-complete", at)
     if step.task == "generate" and facts.past(at, ROLLOUT_COMPLETE):
@@ -94,23 +95,27 @@ def check_inputs(facts: Facts) -> Iterator[Violation]:
     args = {r.name: set(references([r.args, r.kwargs])) for r in facts.plan.graph}
     losses = {s.role: s.node for _, s in facts.runs("grad_norm")}
     known: dict[tuple[str, str], set[str]] = {}
+    forwards: dict[str, set[str]] = {}
+    for _, step in facts.runs("train"):
+        forwards.setdefault(step.role, set()).add(step.node)
     for at, step in facts.runs("generate", "host", "prefix", "suffix", "whole", "train", "prefix_backward"):
         node = losses.get(step.role, step.node) if step.task == "train" else step.node
+        own = forwards[step.role] if step.task == "train" else {step.node}
         if (node, step.node) not in known:
-            known[node, step.node] = _makers_behind(node, args, makers, step.node)
+            known[node, step.node] = _makers_behind(node, args, makers, own)
         for name in sorted(known[node, step.node] - set(step.inputs)):
             yield Violation("missing-input", f"%{node} is made of %{name}, which is not among its inputs", at)
-        for name in sorted(set(step.inputs) - (makers if step.task == "train" else known[node, step.node])):
+        for name in sorted(set(step.inputs) - (makers - own if step.task == "train" else known[node, step.node])):
             yield Violation("missing-input", f"%{node} is not made of %{name}, which is among its inputs", at)
 
 
-def _makers_behind(node: str, args: dict[str, set[str]], makers: set[str], own: str) -> set[str]:
-    """The nearest nodes behind `node` that other tasks make; a train task makes its own forward itself."""
+def _makers_behind(node: str, args: dict[str, set[str]], makers: set[str], own: set[str]) -> set[str]:
+    """The nearest nodes behind `node` that other tasks make; a role's train tasks make its own forwards themselves."""
     found: set[str] = set()
     todo, seen = list(args.get(node, ())), set[str]()
     while todo:
         name = todo.pop()
-        if name in makers and name != own:
+        if name in makers and name not in own:
             found.add(name)
         elif name not in seen:
             seen.add(name)

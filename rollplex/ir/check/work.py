@@ -1,6 +1,7 @@
 """Work: every prompt group goes through prefix, suffix and backward once, with what each of them needs.
 
 frozen     prefix m  ->  suffix m                          trained    prefix m  ->  train m  ->  prefix_backward m
+turns      prefix m  ->  prefix.2 m  -> ..  train m  ->  train.2 m  -> ..  prefix_backward.2 m  ->  prefix_backward m
 """
 
 from __future__ import annotations
@@ -13,8 +14,27 @@ from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.check.tasks import WHOLE
 from rollplex.ir.steps import Run
 
-CHAINS = (("prefix", "suffix"), ("prefix", "train"), ("train", "prefix_backward"))
-"""Of one role and prompt group, the first task comes before the second."""
+OF_TASK = {
+    "prefix": ("rx.prefix",),
+    "prefix_backward": ("rx.prefix",),
+    "suffix": ("rx.suffix",),
+    "whole": WHOLE,
+    "train": ("rx.suffix", *WHOLE),
+}
+"""What each task executes: every such node of its role, one a turn."""
+
+
+def earlier(task: str, turn: int, turns: int) -> list[tuple[str, int]]:
+    """Tasks of one role and prompt group, with their turns, that come before a task of a turn."""
+    match task:
+        case "prefix":
+            return [("prefix", turn - 1)]
+        case "suffix" | "train":
+            return [("prefix", turn)]
+        case "prefix_backward":
+            return [("prefix_backward", turn + 1), *(("train", t) for t in range(turn, turns + 1))]
+        case _:
+            return []
 
 
 def roles(facts: Facts) -> dict[str, tuple[str, ...]]:
@@ -32,19 +52,23 @@ def microbatches(facts: Facts) -> Iterator[Violation]:
 
     Prefixes are for all of them, the rest for the groups that a step takes.
     """
-    done = Counter((s.role, s.task, s.microbatch) for _, s in facts.groups)
+    done = Counter((s.role, s.task, s.node, s.microbatch) for _, s in facts.groups)
     tasks_of = roles(facts)
-    for role, tasks in tasks_of.items():
-        for task in tasks:
-            for m in range(facts.group_count(role) if task == "prefix" else facts.taken(role)):
-                if (times := done[role, task, m]) != 1:
-                    yield Violation("microbatch", f"{task} of {role} runs {times} times for group {m}", where=role)
+    for role, task, node in ((r, t, n) for r, tasks in tasks_of.items() for t in tasks for n in _nodes(facts, r, t)):
+        named = f"{task} %{node}" if facts.turns > 1 else task
+        for m in range(facts.group_count(role) if task == "prefix" else facts.taken(role)):
+            if (times := done[role, task, node, m]) != 1:
+                yield Violation("microbatch", f"{named} of {role} runs {times} times for group {m}", where=role)
     for at, step in facts.groups:
         if step.task not in tasks_of.get(step.role, ()):
             yield Violation("microbatch", f"{step.role or 'no role'} has no task {step.task}", at)
         elif step.task != "prefix" and step.microbatch >= facts.taken(step.role):
             what = f"a step takes {facts.taken(step.role)} groups a rank, and it works on group {step.microbatch}"
             yield Violation("microbatch", what, at)
+
+
+def _nodes(facts: Facts, role: str, task: str) -> list[str]:
+    return [r.name for r in facts.plan.graph if r.op in OF_TASK[task] and r.args[:1] == (role,)]
 
 
 def slots(facts: Facts) -> Iterator[Violation]:
@@ -59,8 +83,8 @@ def slots(facts: Facts) -> Iterator[Violation]:
             yield Violation("slot", f"group {step.microbatch} of a task that works on the whole step", at)
     for o in facts.objects.values():
         boundary = facts.boundaries.get(o.role)
-        whole = () if o in (boundary, facts.saved.get(o.role)) else (1,)
-        if o.slots > 1 and o not in (boundary, facts.saved.get(o.role)):
+        whole = () if facts.in_groups(o) else (1,)
+        if o.slots > 1 and not facts.in_groups(o):
             what = f"{o.name} has {o.slots} slots, and no prompt group has one of them"
             yield Violation("slot", what, object=o.name, where=o.name)
             continue
@@ -76,14 +100,14 @@ def attached(facts: Facts) -> Iterator[Violation]:
             yield Violation("attached", f"{o.name} is {o.class_} and attached", object=o.name, where=o.name)
         elif o.attached and o.role not in facts.trained:
             yield Violation("attached", f"{o.name} is attached, {o.role} is not trained", object=o.name, where=o.name)
-        if o.recomputable and o is not facts.saved.get(o.role):
+        if o.recomputable and o not in facts.saved.get(o.role, ()):
             yield Violation("attached", f"{o.name} is recomputable, and no saved state", object=o.name, where=o.name)
     made = {n for _, s in facts.runs("prefix") for n in (*s.writes, *s.streams)}
     for o in facts.objects.values():
         kept = o.class_ == "phase-local" and o.attached and not o.recomputable
         if o.name not in made and (kept or o.class_ == "boundary"):
             yield Violation("attached", f"{o.name} is {o.class_}, and no prefix makes it", object=o.name, where=o.name)
-    for o in facts.boundaries.values():
+    for o in (o for found in facts.pieces.values() for o in found):
         if o.attached != (o.role in facts.trained):
             says = "attached" if o.attached else "detached"
             yield Violation("attached", f"{o.name} is {says}", object=o.name, where=o.name)
@@ -91,19 +115,20 @@ def attached(facts: Facts) -> Iterator[Violation]:
 
 def task_order(facts: Facts) -> Iterator[Violation]:
     """A group's boundary exists before its suffix; its gradient is complete before it enters the prefix."""
-    first = {(s.role, s.task, s.microbatch): at for at, s in reversed(facts.groups)}
-    for (role, task, m), at in first.items():
-        for before in (a for a, b in CHAINS if b == task):
-            earlier = first.get((role, before, m))
-            if earlier is not None and earlier.index > at.index:
-                yield Violation("task-order", f"it runs before {earlier}", at)
+    turn = facts.turn
+    first = {(s.role, s.microbatch, s.task, turn.get(s.node, 1)): at for at, s in reversed(facts.groups)}
+    for (role, m, task, here), at in first.items():
+        for before in earlier(task, here, facts.turns):
+            other = first.get((role, m, *before))
+            if other is not None and other.index > at.index:
+                yield Violation("task-order", f"it runs before {other}", at)
 
 
 def saved_state(facts: Facts) -> Iterator[Violation]:
     """Offloading or dropping saved state keeps the serial autograd path (paper section 3.2)."""
-    prefixes = {(s.role, s.microbatch): s for _, s in facts.runs("prefix")}
+    prefixes = {(s.role, s.node, s.microbatch): s for _, s in facts.runs("prefix")}
     for at, backward in facts.runs("prefix_backward"):
-        o, prefix = facts.saved.get(backward.role), prefixes.get((backward.role, backward.microbatch))
+        o, prefix = facts.saved_by(backward), prefixes.get((backward.role, backward.node, backward.microbatch))
         if o is None or prefix is None:
             continue
         made, used = o.name in (*prefix.writes, *prefix.streams), o.name in (*reads(backward), *backward.streams)
@@ -118,7 +143,7 @@ def saved_state(facts: Facts) -> Iterator[Violation]:
 
 def _weights_again(facts: Facts, at: At, backward: Run, prefix: Run) -> Iterator[Violation]:
     """Backward reads the weights that forward read and the base beside adapters; recomputing reads all of them."""
-    kept = facts.saved.get(backward.role)
+    kept = facts.saved_by(backward)
     assert kept is not None
     recomputes = kept.name not in (*backward.reads, *backward.streams)
     for name in prefix.reads:
