@@ -35,8 +35,8 @@ class LayoutCosts:
     def tokens(self) -> float:
         """Tokens of a step that one rollout engine runs through its layers: each prompt once, and all else."""
         job = self.job
-        own = self._costs.history_tokens(job.workload.turn_count) - self._costs.prompt_tokens + self._decode.lengths.mean
-        return job.prompts_per_engine * (self._costs.prompt_tokens + job.group * own)
+        prompt, last = self._costs.prompt_tokens, self._costs.history_tokens(job.workload.turn_count)
+        return job.prompts_per_engine * (prompt + job.group * (last - prompt + self._decode.lengths.mean))
 
     def reindex_s(self, token_bytes: int) -> float:
         """One gather of `token_bytes` a token, over all layers: read once, written once; less where it fuses."""
