@@ -18,12 +18,13 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from rollplex.backends.host.batch import PromptBatch
-from rollplex.backends.host.placement import config_of, split, trained_tensors
+from rollplex.backends.host.placement import DTYPES, config_of, split, trained_tensors, views
 from rollplex.backends.host.precision import keep_double
 from rollplex.backends.host.prompts import Prompt
 from rollplex.backends.host.rollout import Rollout
 from rollplex.ir.ops import group_normalize
 from rollplex.ir.plan import Plan
+from rollplex.ir.spec import Part
 from rollplex.ir.steps import Run, Step
 from rollplex.runtime.protocol import ProcessId
 
@@ -57,6 +58,14 @@ def plan_of(name: str) -> Plan:
     return tight_plan(responses=1, **changes) if name == ONE_AT_A_TIME else tiny_plan(**changes)
 
 
+def read_by_rollout(run: InThreads) -> dict[str, Tensor]:
+    """Every weight over the pages that the rollout rank has imported."""
+    names: dict[Part, str] = {"language": "actor.snapshot", "vision": "actor.vision"}
+    return views(
+        {part: run.rollout.objects.pages(n, DTYPES[run.job.model.dtype]) for part, n in names.items()}, run.job
+    )
+
+
 class Recorded:
     """What a test needs of one step: the gradient before the update, and the values that led to it."""
 
@@ -65,7 +74,7 @@ class Recorded:
         self.values: dict[str, Any] = {}
         self.run = InThreads(plan, {"reward": luck}, self._look)
         self.before = {name: w.clone() for name, w in self.run.train.trained().weights.items()}
-        self.whole = {name: w.clone() for name, w in self.run.rollout._replica.weights.items()}
+        self.whole = {name: w.clone() for name, w in read_by_rollout(self.run).items()}
         self.run.step(0)
         self.after = {name: w.clone() for name, w in self.run.train.trained().weights.items()}
         self.run.close()
@@ -151,7 +160,7 @@ def test_the_cases_are_what_their_names_say() -> None:
 
 def test_what_the_trainer_writes_is_what_rollout_reads_and_there_is_no_second_copy() -> None:
     run = InThreads(tiny_plan(), {"reward": luck})
-    written, read = run.train._replicas["actor"].weights, run.rollout._replica.weights
+    written, read = run.train._replicas["actor"].weights, read_by_rollout(run)
     assert written.keys() == read.keys()
     for name, weight in written.items():
         weight.view(-1)[-1] = 0.625

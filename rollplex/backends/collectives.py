@@ -79,6 +79,21 @@ class Groups:
             with _waiting(f"{name} group {self.members[name]}"):
                 dist.all_reduce(values, group=self._groups[name])
 
+    def all_gather(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """The last dim of all ranks' values, one behind the other in the order of the group."""
+        if name not in self._groups:
+            return values
+        parts = [torch.empty_like(values) for _ in self.members[name]]
+        with _waiting(f"{name} group {self.members[name]}"):
+            dist.all_gather(parts, values.contiguous(), group=self._groups[name])
+        return torch.cat(parts, dim=-1)
+
+    def fill(self, name: str, slabs: torch.Tensor) -> None:
+        """[ranks, elements]: row i is rank i's of the group and is sent to the others, in place; nothing is copied."""
+        if name in self._groups:
+            with _waiting(f"{name} group {self.members[name]}"):
+                dist.all_gather(list(slabs), slabs[self.place(name)], group=self._groups[name])
+
     def close(self) -> None:
         """Leave all groups."""
         if self._groups or dist.is_initialized():

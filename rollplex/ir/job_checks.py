@@ -118,6 +118,10 @@ def _roles(job: Job) -> Iterator[Finding]:
         yield Finding(("roles", name, "rollout"), what, uses=(("roles", policies[0]),))
 
 
+ON_CPU = ("host", "megatron")
+"""Engines that run on a CPU: Megatron-Core over gloo trains there too."""
+
+
 def _engines(job: Job) -> Iterator[Finding]:
     for path, section in _sections(job):
         yield from _engine(job, (*path, "engine"), section)
@@ -138,7 +142,7 @@ def _engine(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
         fit = False
     if not fit:
         yield Finding(path, f"no {work} engine `{name}`", "one of " + ", ".join(engine_names(work)))
-    elif (name == "host") != job.on_host:
+    elif (name not in ON_CPU) if job.on_host else (name == "host"):
         default = type(section).model_fields["engine"].default
         hint = "engine: host" if job.on_host else f"engine: {default}, or cluster.gpu: cpu"
         yield Finding(path, f"engine {name} cannot run on {job.cluster.gpu}", hint, (("cluster", "gpu"),))

@@ -17,7 +17,6 @@ from rollplex.ir.plan import Plan
 def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meeting: Path) -> Engine:
     """The engine of one process; `fds` are the ledgers of its device and of the host, ranks meet in `meeting`."""
     process, here = f"{kind} {rank}", seat(job, kind, rank)
-    if kind == "rollout":
-        return RolloutEngine(plan, job, here, process, fds)
     groups = Groups.join(job, kind, rank, plan.processes[kind].ranks, meeting)
-    return TrainEngine(plan, job, here, groups, process, fds)
+    engine = TrainEngine if kind == "train" else RolloutEngine
+    return engine(plan, job, here, groups, process, fds)

@@ -1,4 +1,4 @@
-"""The host engine for the compiler: Hugging Face's weight order on both sides, and the sizes of its work."""
+"""The host engine for the compiler: the sizes of its work, and its weight order: parts one behind the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostFacts:
     transposed: frozenset[str] = frozenset({"o", "down"})
     split_views: frozenset[str] = frozenset({"gate_up"})
     fuses: frozenset[str] = frozenset()
-    reindexes: frozenset[str] = frozenset()
+    reindexes: frozenset[str] = frozenset({"qkv", "gate_up"})
     adapter_ranks: tuple[int, ...] = ()
 
     def profile_bytes(self, serving: Serving) -> int:
@@ -33,7 +33,7 @@ class HostFacts:
         raise AssertionError("not an engine with a share of the memory")
 
     def rows(self, spec: ModelSpec, fused: str, tp: int, rank: int) -> tuple[Block, ...]:
-        """Separate projections: one block a part, on both sides."""
+        """One block a part: separate projections in its trainer, one fused weight in its rollout engine."""
         return stacked(spec, fused, tp, rank)
 
     def prefix_saved_bytes(self, work: Work) -> int:

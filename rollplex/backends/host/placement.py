@@ -1,7 +1,7 @@
 """Where every parameter lies in the planned objects, and what it holds before the first iteration.
 
-ROLE.snapshot / ROLE.weights    language parameters, end to end, in transformers' order
-ROLE.vision                     tower and projector, likewise
+ROLE.snapshot / ROLE.weights    language parameters as the rollout engine fuses them: q, k, v together, gate, up
+ROLE.vision                     tower and projector, end to end, in transformers' order
 master, moments, gradients      trained parameters, language first: the flat order of the update
 """
 
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollplex.backends.facts import load_facts
 from rollplex.backends.host.weights import load_weights, memory_name
+from rollplex.backends.shard import whole_shard
 from rollplex.ir import spec
 from rollplex.ir.errors import JobError, Problem
 from rollplex.ir.job import Job
@@ -27,6 +29,7 @@ PREFIXES: dict[Part, tuple[str, ...]] = {
     "vision": ("model.visual.",),
     "language": ("model.language_model.", "lm_head."),
 }
+LANGUAGE = "model.language_model."
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 INITIAL_STD = 0.02
 
@@ -43,9 +46,10 @@ def trained_tensors(job: Job, role: str) -> tuple[spec.Tensor, ...]:
 
 def views(flat: Mapping[Part, Tensor], job: Job) -> dict[str, Tensor]:
     """Every parameter as a view of its part's flat memory, by Hugging Face name."""
-    found: dict[str, Tensor] = {}
-    for part, memory in flat.items():
-        found |= split(memory, tensors_of(job, part))
+    found = split(flat["vision"], tensors_of(job, "vision")) if "vision" in flat else {}
+    if "language" in flat:
+        tensors = whole_shard(job.spec, load_facts("host")).tensors(flat["language"])
+        found |= {name if name.startswith("lm_head.") else f"{LANGUAGE}{name}": view for name, view in tensors}
     return found
 
 

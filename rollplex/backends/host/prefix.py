@@ -23,11 +23,17 @@ from rollplex.backends.host.saved import AddressRanges, SavedPolicy, SavedState
 from rollplex.ir.errors import OutOfMemory
 
 
-def boundary_shape(config: Mapping[str, Any], prefix_tokens: int) -> tuple[int, int, int, int, int]:
-    """(layers, 2 for K and V, kv_heads, prefix_tokens, head_dim) of one prompt's boundary; config is config.json."""
+def boundary_shape(config: Mapping[str, Any], prefix_tokens: int, tp: int = 1) -> tuple[int, int, int, int, int]:
+    """(layers, 2 for K and V, kv_heads of one of `tp` ranks, prefix_tokens, head_dim) of one prompt's boundary."""
     text = config.get("text_config") or config
     heads = text["num_attention_heads"]
-    return (text["num_hidden_layers"], 2, text["num_key_value_heads"], prefix_tokens, text["hidden_size"] // heads)
+    return (
+        text["num_hidden_layers"],
+        2,
+        text["num_key_value_heads"] // tp,
+        prefix_tokens,
+        text["hidden_size"] // heads,
+    )
 
 
 @dataclass

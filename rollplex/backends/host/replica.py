@@ -12,7 +12,7 @@ from rollplex.ir.spec import Part
 
 
 class Replica:
-    """Weights and model of one role; `trained` says whether gradients are wanted.
+    """Weights and model of one role in the training rank; `trained` says whether gradients are wanted.
 
     The policy's language weights are `ROLE.snapshot`, those of a frozen role `ROLE.weights`; a role without a tower of
     its own reads the policy's.

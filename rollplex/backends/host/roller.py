@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
+from rollplex.backends.collectives import Groups
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
+from rollplex.backends.facts import load_facts
 from rollplex.backends.host.batch import PromptBatch
-from rollplex.backends.host.placement import DTYPES
+from rollplex.backends.host.model import HostModel
+from rollplex.backends.host.placement import DTYPES, config_of, split, tensors_of
 from rollplex.backends.host.planned import PlannedObjects
-from rollplex.backends.host.replica import Replica
 from rollplex.backends.host.rollout import Rollout, generate
+from rollplex.backends.host.sharded import sharded_model
+from rollplex.backends.shard import shard_of
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
 from rollplex.ir.plan import Plan
@@ -28,13 +32,13 @@ KV = "rollout.kv"
 class RolloutEngine:
     """`Engine` of a rollout rank; its weights are imported, read-only, and never copied."""
 
-    def __init__(self, plan: Plan, job: Job, seat: Seat, process: str, fds: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, job: Job, seat: Seat, groups: Groups, process: str, fds: Sequence[int]) -> None:
         self.job = job
         self.dtype = DTYPES[job.model.dtype]
         self._owner = f"train {process.rpartition(' ')[2]}"
         self._objects = PlannedObjects(plan, "rollout", process, fds)
-        self._replica = Replica(job, job.policy, self._objects, trained=False)
-        self._seat = seat
+        self._model = self._sharded(plan, seat, groups)
+        self._seat, self._ranks = seat, groups
         self._dice = [torch.Generator() for _ in seat.prompts]
         self._sampled: str = ""
         self._metrics: dict[str, float] = {}
@@ -87,11 +91,21 @@ class RolloutEngine:
 
     def close(self) -> None:
         self._objects.close()
+        self._ranks.close()
+
+    def _sharded(self, plan: Plan, seat: Seat, groups: Groups) -> HostModel:
+        """The rank's model over pages that the training rank of its GPU owns."""
+        job, role, pages = self.job, self.job.policy, self._objects
+        trainer, own = load_facts(job.trainer(role).engine), load_facts(plan.processes["rollout"].engine)
+        shard = shard_of(job.spec, plan.summary.layout, trainer, own, job.rollout_tp, seat.tp)
+        buffer = pages.pages(f"{role}.case3", self.dtype) if shard.rebuilt else None
+        tower = split(pages.pages(f"{role}.vision", self.dtype), tensors_of(job, "vision"))
+        return sharded_model(config_of(job), shard, pages.pages(f"{role}.snapshot", self.dtype), buffer, tower, groups)
 
     def _generate(self, prompts: PromptBatch) -> Rollout:
         job = self.job
         rollout = generate(
-            self._replica.model,
+            self._model,
             prompts.prompts,
             job.group,
             job.workload.response_tokens,
@@ -99,6 +113,7 @@ class RolloutEngine:
             self._dice,
             self._objects.pages(KV, self.dtype),
             eos=prompts.eos,
+            tp=self.job.rollout_tp,
         )
         losses = torch.float64 if self.dtype == torch.float64 else torch.float32
         return replace(rollout, logprobs=rollout.logprobs.to(losses))

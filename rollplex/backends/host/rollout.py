@@ -69,17 +69,19 @@ def generate(
     kv: Tensor,
     *,
     eos: Sequence[int],
+    tp: int = 1,
     on_step: Callable[[int, int], None] = lambda step, live: None,
 ) -> Rollout:
     """Sample n responses of up to `max_tokens` tokens for every prompt; temperature 0 takes the likeliest token.
 
+    `model` is whole, or one rank's of `tp` that sample the same tokens together.
     `kv` is flat memory of the caller's in the model's dtype that holds all keys and values (sizes.rollout_kv_bytes at
     most); raises OutOfMemory with the shortfall. `on_step(step, live rows)` is called after every prefill (step 0) and
     every decode step. `dice` has a generator for each prompt:
     what a prompt samples does not depend on which others share its engine. The same generator states, weights, prompts
     and thread count give the same bits.
     """
-    cache = _Cache(model, prompts, n, max_tokens, kv)
+    cache = _Cache(model, prompts, n, max_tokens, kv, tp)
     rows = len(prompts) * n
     thrown = torch.cat([torch.rand(n, max_tokens, generator=die, dtype=torch.float64) for die in dice])
     for slot, prompt in zip(cache.prefixes, prompts, strict=True):
@@ -128,9 +130,11 @@ def _decode(model: HostModel, cache: _Cache, tokens: Tensor, step: int) -> Tenso
 class _Cache:
     """Keys and values in the caller's memory, and which row sits in which slot (`live`)."""
 
-    def __init__(self, model: HostModel, prompts: Sequence[Prompt], n: int, max_tokens: int, kv: Tensor) -> None:
+    def __init__(
+        self, model: HostModel, prompts: Sequence[Prompt], n: int, max_tokens: int, kv: Tensor, tp: int
+    ) -> None:
         config = model.config.to_dict()
-        shapes = [boundary_shape(config, p.prefix_tokens) for p in prompts]
+        shapes = [boundary_shape(config, p.prefix_tokens, tp) for p in prompts]
         layers, _, kv_heads, _, head_dim = shapes[0]
         rows = len(prompts) * n
         own = (layers, 2, rows, kv_heads, max_tokens, head_dim)
