@@ -276,13 +276,13 @@ def test_a_job_that_cannot_work_is_refused_before_anything_is_planned(case: str,
     assert message in str(refusal(tmp_path, edited(*edits)))
 
 
-def test_a_cpu_job_must_state_its_capacity_and_use_host_engines(tmp_path: Path) -> None:
+def test_a_cpu_job_must_state_its_capacity_and_use_engines_that_a_cpu_runs(tmp_path: Path) -> None:
     tiny(tmp_path)
-    text = TINY.replace(', capacity_gib: "1.5 GiB"', "").replace("train: {engine: host}", "train: {}")
+    text = TINY.replace(', capacity_gib: "1.5 GiB"', "").replace("rollout: {engine: host", "rollout: {engine: vllm")
     assert str(refusal(tmp_path, text)) == (
         "job.yaml:2: a cpu has no memory size of its own; the job must state one\n"
         '    try: cluster.capacity_gib: "256 MiB"\n'
-        "job.yaml:5: engine megatron cannot run on cpu\n"
+        "job.yaml:6: engine vllm cannot run on cpu\n"
         "    try: engine: host"
     )
 
