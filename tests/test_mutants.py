@@ -35,6 +35,7 @@ PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "no weight sharing": ("grpo", NODE, ("ablate=[weight_sharing]", *FEW)),
     "four nodes": ("grpo", CLUSTER, ("workload.prompts=8",)),
     "host": ("grpo", HOST, ("workload.prompts=2",)),
+    "turns": ("embodied", "embodied_7b_h800x8", ("workload.turns.count=2", "workload.prompts=4", "optimizer.chunks=6")),
     "lora": ("grpo", NODE, ("roles.actor.lora={rank: 64}", *FEW)),
     "lora, merged": ("grpo", NODE, ("roles.actor.lora={rank: 64, served: merged}", *FEW)),
 }

@@ -120,6 +120,39 @@ def test_what_compiles_passes_the_checker_and_fits_its_windows(body: str, change
         assert plan.infeasible.shortfall_bytes > 0
 
 
+@st.composite
+def trajectories(draw: st.DrawFn) -> tuple[str, tuple[str, ...]]:
+    """A loop of some turns over a loss of the grammar, and the key that asks for as many."""
+    count, seen = draw(st.integers(2, 4)), draw(st.sampled_from([64, 1024]))
+    term = f"-({draw(TOKENS)}) * ({draw(st.sampled_from(['score', 'rx.group_normalize(score, n)']))})"
+    penalty = draw(st.sampled_from(["", " + 0.1 * (ref_logp - logp)"]))
+    body = f"""\
+        history, rollout, found = prompts, actor.generate(prompts, n=n), []
+        for turn in range({count}):
+            found.append((rollout, reference.logprobs(history, rollout), actor.logprobs(history, rollout)))
+            if turn + 1 < {count}:
+                history = rx.observe(reward)(history, rollout)
+                rollout = actor.generate(history, n=1)
+        score, losses = rx.host(reward)(history, rollout), []
+        for rollout, ref_logp, logp in found:
+            ratio = torch.exp(logp - rollout.logprobs)
+            losses.append({term}{penalty})
+        actor.update(rx.trajectory_mean(losses, [rollout.mask for rollout, _, _ in found]))
+    """
+    return body, (f"workload.turns={{count: {count}, observation_tokens: {seen}}}", "workload.response_tokens=128")
+
+
+@random
+@given(turns=trajectories(), changes=overrides())
+def test_trajectories_pass_the_checker(turns: tuple[str, tuple[str, ...]], changes: tuple[str, ...]) -> None:
+    body, keys = turns
+    set_twice = {k.partition("=")[0] for k in keys}
+    plan = compiled(body, (*(c for c in changes if c.partition("=")[0] not in set_twice), *keys))
+    if plan is not None:
+        assert check_plan(plan) == ()
+        assert plan.summary.trajectories is not None
+
+
 @random
 @given(body=bodies(), changes=overrides())
 def test_two_compilations_give_the_same_bytes(body: str, changes: tuple[str, ...]) -> None:

@@ -140,9 +140,11 @@ def _one_rollout(graph: fx.Graph, calls: list[Call]) -> None:
     again = [c for i, c in enumerate(found) if c.turn != i + 1]
     if not found or again:
         where = g.loc(g.node_named(graph, again[0].node)) if again else ""
-        turn = f" in turn {again[0].turn}" if again and len(found) > 2 else ""
+        what = f"an iteration has exactly one `generate`, this one has {len(found)}"
+        if any(c.turn > 1 for c in found):
+            what = f"a turn has exactly one `generate`, turn {again[0].turn} has another"
         raise GraphError(
-            f"an iteration has exactly one `generate`, this one has {len(found)}{turn}",
+            what,
             where=where,
             hint="for a second turn sample from rx.observe(environment)(prompts, rollout)",
         )
