@@ -32,7 +32,7 @@ infeasible\.remedies\.\*\.(frees_bytes|costs_s|costs_share|verified)
 infeasible\.remedies\.\*"""
 INPUT = r"""job\.(optimizer|solver|run|algorithm|layout|ablate)(\..*)?
 job\.cluster\.(internode_gb_s|context_gib|nccl_gib|gpu)
-job\.workload\.(prompt_tokens|response_tokens|prompt_median|response_median|frames|max_pixels|rollout\..*)
+job\.workload\.(prompt_tokens|response_tokens|prompt_median|response_median|frames|turns\.frames|max_pixels|rollout\..*)
 job\.roles\.\w+\.(recompute|prefix_saved|attention|lora|freeze)(\..*)?
 job\.roles\.\w+\.\w+\.(sequence_parallel|distributed_optimizer|data_parallel|runtime_gib|kv_cache_gib)
 job\.roles\.\w+\.\w+\.(make_vocab_size_divisible_by|max_model_len|max_num_batched_tokens|max_num_seqs)
@@ -91,7 +91,7 @@ def _steps(plan: dict[str, Any], edit: Edit) -> str:
     if any(s["kind"] in ("barrier", "signal") for s in (a, b)):
         return ""
     if a["kind"] == b["kind"] == "run":
-        return "two prompt groups" if _groups_apart(a, b) else ""
+        return "two prompt groups" if _groups_apart(a, b) else "two turns of a group" if _turns_apart(a, b) else ""
     return "" if _named(a) & _named(b) else "nothing in common"
 
 
@@ -102,6 +102,11 @@ def _readers(plan: dict[str, Any], *steps: dict[str, Any]) -> bool:
 
 def _groups_apart(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return "grad_norm" not in (a["task"], b["task"]) and a["microbatch"] != b["microbatch"]
+
+
+def _turns_apart(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Suffixes of two turns of a role: each reads its own responses, and what no suffix changes."""
+    return a["task"] == b["task"] in ("suffix", "train") and a["role"] == b["role"]
 
 
 def _named(step: dict[str, Any]) -> set[str]:

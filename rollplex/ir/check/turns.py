@@ -8,8 +8,10 @@ Source: paper section 5 (trajectory-aware KV ownership); of a job of one turn no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from rollplex.ir.check.facts import Facts, is_observation
+from rollplex.ir.check.graph import is_maths
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
@@ -29,6 +31,8 @@ def chain(facts: Facts) -> Iterator[Violation]:
         values = [graph.get(n) for n in references(r.args)]
         if is_observation(r) and not _follows(values):
             yield Violation("trajectory", "it observes responses that its history did not give", where=f"%{r.name}")
+        if is_maths(r) and r.op != "rx.field" and any(v is not None and is_observation(v) for v in values):
+            yield Violation("trajectory", "it computes with a history, which is no tensor", where=f"%{r.name}")
         if facts.turns == 1 or not values:
             continue
         if r.op == "rx.prefix" and facts.turn[r.name] > 1 and not _extends(graph, r, values):
@@ -102,6 +106,8 @@ def told(facts: Facts, job: Job) -> Iterator[Violation]:
     ):
         if given != right:
             yield Violation("trajectory", f"{what} {given}, not {right}", where="summary.trajectories")
+    if len(set(says.kept)) != len(says.kept):
+        yield Violation("trajectory", "what the engine keeps is named twice", where="summary.trajectories")
     if not kv:
         yield Violation("trajectory", "the engine's KV cache is not among what it keeps", where="summary.trajectories")
 
@@ -125,6 +131,10 @@ def times(facts: Facts, job: Job) -> Iterator[Violation]:
     t = facts.plan.summary.times
     if len(t.turns) != (facts.turns if facts.turns > 1 else 0):
         yield Violation("times", f"{len(t.turns)} turns are timed, {facts.turns} sampled", where="times")
+    for i, (before, after) in enumerate(pairwise(t.turns), 1):
+        if before.decode_s > after.decode_s + ROUNDED_S:
+            what = f"decode of turn {i} takes {before.decode_s:.6f} s, {after.decode_s:.6f} s behind a longer history"
+            yield Violation("times", what, where="times")
     for key in ("decode_s", "prefix_s", "interference_s") if t.turns else ():
         whole, parts = getattr(t, key), sum(getattr(u, key) for u in t.turns)
         if abs(whole - parts) > ROUNDED_S:
