@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,4 +66,10 @@ def _own() -> tuple[str, ...]:
     """Folders of rollplex.backends with a `facts` module; nothing is imported to find them."""
     home = sys.modules.get(_HOME) or importlib.util.find_spec(_HOME)
     folders = getattr(home, "__path__", None) or getattr(home, "submodule_search_locations", None) or ()
+    return _in(tuple(map(str, folders)))
+
+
+@cache
+def _in(folders: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the backends in these folders; a job asks a hundred times, the disk is asked once."""
     return tuple(sorted(p.parent.name for folder in folders for p in Path(folder).glob("*/facts.py")))

@@ -3,124 +3,51 @@
 for lever in levers(job): print(lever)
 
     workload.prompts=30 .. workload.prompts=2
-    roles.actor.rollout.kv_cache_gib=28 .. roles.actor.rollout.kv_cache_gib=24.12
-    optimizer.in_flight=2 .. optimizer.in_flight=1
+    roles.actor.train.pipeline_parallel=2 .. roles.actor.train.pipeline_parallel=4
+    cluster.pinned_share=0.86 .. cluster.pinned_share=0.95
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Literal, get_args
 
 from rollplex.ir.job import Job
-from rollplex.ir.job_schema import Ablation, Role
-from rollplex.ir.sizes import gib_to_nbytes
+from rollplex.ir.job_schema import Ablation, LayoutOrder
+from rollplex.passes.lever import Lever, Overrides, one_key, size_text, spread
+from rollplex.passes.levers_engines import trainers
+from rollplex.passes.levers_rollout import budget_for, rollout
 
-STEPS = 64
-"""At most so many values of one key are told apart."""
-
-
-Overrides = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Lever:
-    """One decision: for each of its values the `key=value` overrides that state it, the mildest change first."""
-
-    steps: tuple[Overrides, ...]
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """The keys it sets."""
-        return frozenset(key_of(o) for o in self.steps[0])
-
-    def __str__(self) -> str:
-        ends = dict.fromkeys((self.steps[0], self.steps[-1]))
-        return " .. ".join(" ".join(overrides) for overrides in ends)
-
-
-def key_of(override: str) -> str:
-    """The key of `key=value`."""
-    return override.partition("=")[0]
+MOST_PINNED = 95
+"""Hundredths of a node's memory: the rest is the system's, the controller's and the batch's."""
 
 
 def levers(job: Job) -> tuple[Lever, ...]:
     """Every decision that can make a job smaller or its machines larger; what is legal is the job's to say."""
-    found = (*_mechanisms(job), *_roles(job), *_workload(job), *_update(job), *_machines(job))
+    engines = (*trainers(job), *rollout(job), *_layout(job))
+    found = (*_mechanisms(job), *engines, *_workload(job), *_update(job), *_machines(job))
     return tuple(lever for lever in found if lever.steps)
-
-
-def _lever(key: str, values: Sequence[object]) -> Lever:
-    """One key; of many values evenly spread ones, and the last one."""
-    return Lever(tuple((f"{key}={value}",) for value in _spread(values)))
-
-
-def _spread(values: Sequence[Any]) -> Sequence[Any]:
-    stride = -(-len(values) // STEPS) or 1
-    return values[::-1][::stride][::-1]
 
 
 # ---- what the schedule does
 
 
 def _mechanisms(job: Job) -> Iterator[Lever]:
-    others = [s for s in ("rollplex", "serial") if s != job.schedule]
-    yield _lever("schedule", others if job.schedule != "serial" else ())
+    for other in ("rollplex", "serial") if job.schedule != "serial" else ():
+        yield one_key("schedule", (other,) if other != job.schedule else ())
     for mechanism in (a for a in get_args(Ablation) if a in job.ablate):
         rest = [a for a in job.ablate if a != mechanism]
-        yield _lever("ablate", (f"[{','.join(rest)}]",))
+        yield one_key("ablate", (f"[{','.join(rest)}]",))
     if len(job.ablate) > 1:
-        yield _lever("ablate", ("[]",))
+        yield one_key("ablate", ("[]",))
 
 
-# ---- roles and their engines
-
-
-def _roles(job: Job) -> Iterator[Lever]:
-    for name, role in job.roles.items():
-        if role.train:
-            redone = get_args(Role.model_fields["recompute"].annotation)
-            yield _lever(f"roles.{name}.recompute", redone[redone.index(role.recompute) + 1 :])
-            if role.prefix_saved != "auto":
-                yield _lever(f"roles.{name}.prefix_saved", ("auto",))
-        for section in ("train", "score"):
-            if getattr(role, section):
-                now = getattr(role, section).tensor_parallel
-                yield _lever(f"roles.{name}.{section}.tensor_parallel", _wider(job, now))
-    rollout = job.roles[job.policy].rollout
-    assert rollout is not None
-    yield _lever(f"roles.{job.policy}.rollout.tensor_parallel", _wider(job, rollout.tensor_parallel))
-    if rollout.kv_cache_gib is not None:
-        yield _kv_budget(job, rollout.kv_cache_gib)
-
-
-def _wider(job: Job, now: int) -> tuple[str, ...]:
-    """Tensor-parallel degrees beyond the present one that stay within a node."""
-    return tuple(str(tp) for tp in job.spec.legal_tp() if now < tp <= job.cluster.gpus_per_node)
-
-
-def _kv_budget(job: Job, gib: float) -> Lever:
-    """From the stated budget down to what the work takes, in steps that can be read."""
-    need, step = job.rollout_kv_need_bytes, 2.0 ** math.floor(math.log2(max(gib, 2**-20) / 16))
-    first = math.ceil(gib / step) - 1
-    budgets = [n * step for n in range(first, 0, -1) if gib_to_nbytes(n * step) >= need]
-    least = _up(need)
-    tight = [least] if gib_to_nbytes(least) < gib_to_nbytes(budgets[-1] if budgets else gib) else []
-    texts = [size_text(b) for b in (*budgets, *tight)]
-    return _lever(f"roles.{job.policy}.rollout.kv_cache_gib", texts)
-
-
-def _up(nbytes: int) -> float:
-    """GiB that hold these bytes, rounded up to a hundredth of the unit that fits."""
-    unit = 2**30 if nbytes >= 2**30 else 2**20
-    return math.ceil(nbytes / unit * 100) / 100 * unit / 2**30
-
-
-def size_text(gib: float) -> str:
-    """A size as a value of a key in GiB: `27.04`, or `7.5MiB` where GiB would be unreadable."""
-    return f"{gib:.10g}" if gib >= 1 else f"{gib * 1024:.10g}MiB"
+def _layout(job: Job) -> Iterator[Lever]:
+    """Row orders in which fewer weights need a buffer of the rollout engine's own."""
+    tighter: dict[LayoutOrder, tuple[LayoutOrder, ...]] = {"stock": ("auto", "reindex"), "auto": ("reindex",)}
+    for order in tighter.get(job.layout.order, ()) if job.shares_weights else ():
+        yield one_key("layout.order", (order,))
 
 
 # ---- the work of a step
@@ -135,25 +62,22 @@ def _workload(job: Job) -> Iterator[Lever]:
         "response_tokens": _shorter(work.response_tokens),
     }
     for key, values in smaller.items():
-        yield _lever(f"workload.{key}", values)
-        yield _with_kv_budget(job, key, values)
+        yield from _with_kv_budget(job, "workload", key, values)
     if job.spec.vision and work.frames:
-        yield _lever("workload.max_pixels", _fewer_pixels(job))
+        yield one_key("workload.max_pixels", _fewer_pixels(job))
 
 
-def _with_kv_budget(job: Job, key: str, values: Sequence[int]) -> Lever:
-    """The same values, each with the KV budget lowered to what the smaller work takes."""
-    steps, budget = [], job.roles[job.policy].rollout
-    assert budget is not None
-    for value in _spread(values):
-        workload = job.workload.model_copy(update={key: value})
-        need = job.model_copy(update={"workload": workload}).rollout_kv_need_bytes
-        if budget.kv_cache_gib is None:
-            steps.append((f"workload.{key}={value}",))
-        elif need < job.kv_cache_bytes:
-            kv = f"roles.{job.policy}.rollout.kv_cache_gib={size_text(_up(need))}"
-            steps.append((f"workload.{key}={value}", kv))
-    return Lever(tuple(steps))
+def _with_kv_budget(
+    job: Job, section: Literal["workload", "cluster"], key: str, values: Sequence[int]
+) -> Iterator[Lever]:
+    """A key that leaves an engine less to do; then the same values with the KV budget lowered to what that takes."""
+    yield one_key(f"{section}.{key}", values)
+    steps: list[Overrides] = []
+    for value in spread(values):
+        changed = getattr(job, section).model_copy(update={key: value})
+        if less := budget_for(job.model_copy(update={section: changed})):
+            steps.append((f"{section}.{key}={value}", less))
+    yield Lever(tuple(steps))
 
 
 def _shorter(tokens: int) -> range:
@@ -178,10 +102,10 @@ def _fewer_pixels(job: Job) -> list[int]:
 def _update(job: Job) -> Iterator[Lever]:
     optimizer = job.optimizer
     if optimizer.chunks != "auto":
-        yield _lever("optimizer.chunks", ("auto",))
+        yield one_key("optimizer.chunks", ("auto",))
     elif job.ablate and "chunked_optimizer" not in job.ablate:  # it holds the chunks of the full schedule
-        yield _lever("optimizer.chunks", tuple(str(2**k) for k in range(3, 8)))
-    yield _lever("optimizer.in_flight", tuple(str(n) for n in range(optimizer.in_flight - 1, 0, -1)))
+        yield one_key("optimizer.chunks", tuple(str(2**k) for k in range(3, 8)))
+    yield one_key("optimizer.in_flight", tuple(str(n) for n in range(optimizer.in_flight - 1, 0, -1)))
 
 
 # ---- the machines
@@ -189,10 +113,18 @@ def _update(job: Job) -> Iterator[Lever]:
 
 def _machines(job: Job) -> Iterator[Lever]:
     c = job.cluster
-    yield _lever("cluster.nodes", tuple(str(c.nodes * k) for k in (2, 3, 4, 6, 8)))
-    yield _lever("cluster.host_memory_gb", tuple(f"{c.host_memory_gb * k / 8:.6g}" for k in range(9, 33)))
+    shares = range(math.floor(c.pinned_share * 100) + 1, MOST_PINNED + 1)
+    yield one_key("cluster.pinned_share", [f"{n / 100:g}" for n in shares])
+    fewer = range(math.ceil(c.pinned_share * 20) - 1, 3, -1)  # the rest of the node may be what is full
+    yield one_key("cluster.pinned_share", [f"{n / 20:g}" for n in fewer])
+    yield from _with_kv_budget(job, "cluster", "nodes", tuple(c.nodes * k for k in (2, 3, 4, 6, 8)))
+    yield one_key("cluster.host_memory_gb", tuple(f"{c.host_memory_gb * k / 8:.6g}" for k in range(9, 33)))
+    if job.disaggregated:
+        tp = job.rollout_tp
+        yield from _with_kv_budget(job, "cluster", "rollout_gpus", range(job.rollout_gpus + tp, job.gpus, tp))
+        yield one_key("cluster.rollout_gpus", range((job.rollout_gpus - 1) // tp * tp, 0, -tp))
     if c.capacity_gib is not None:
-        yield _lever("cluster.capacity_gib", _capacities(job, c.capacity_gib))
+        yield one_key("cluster.capacity_gib", _capacities(job, c.capacity_gib))
 
 
 def _capacities(job: Job, gib: float) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from rollplex.ir import graph as g
 from rollplex.ir.checker import verify_plan
@@ -34,8 +34,8 @@ from rollplex.passes.lifetimes import LifetimesPass
 from rollplex.passes.lower import LowerPass
 from rollplex.passes.prefix_split import PrefixSplit
 from rollplex.passes.remedies import with_remedies
-from rollplex.passes.residency import ResidencyPass
-from rollplex.passes.schedule import SchedulePass
+from rollplex.passes.residency import Residency, ResidencyPass
+from rollplex.passes.schedule import Schedule, SchedulePass
 from rollplex.passes.selection import check_needs
 from rollplex.passes.share_policy import SharePolicyPass
 from rollplex.passes.share_prefix import SharePrefix
@@ -111,32 +111,59 @@ def run_passes(module: Module, passes: Sequence[Pass], on_pass: OnPass | None = 
 
 @dataclass(frozen=True)
 class Recompiler:
-    """The pipeline for jobs that differ from the one at hand, as remedies and questions about a plan need it."""
+    """The pipeline for jobs that differ from the one at hand, as remedies and questions about a plan need it.
+
+    A trial as far as the state contract takes over what an earlier job has made: the split graph where the algorithm
+    is traced alike, the layout where the degrees are the same. A plan takes over nothing.
+    """
 
     algorithm: Algorithm
     passes: tuple[Pass, ...]
+    graphs: list[tuple[object, Module]] = field(default_factory=list)
+    layouts: list[tuple[object, Layout]] = field(default_factory=list)
 
-    def lifetimes(self, job: Job, like: Module | None = None) -> Module:
-        """The module as far as its state contract; the layout of another job of the same degrees may be reused."""
-        made = next(i for i, p in enumerate(self.passes) if p.makes is Lifetimes)
-        module, passes = start(self.algorithm, job), self.passes[: made + 1]
-        if like is not None and _degrees(like.job) == _degrees(job):
-            module, passes = module.put(like[Layout]), tuple(p for p in passes if p.makes is not Layout)
-        return run_passes(module, passes)
+    def lifetimes(self, job: Job) -> Module:
+        """The module as far as its state contract."""
+        module, passes = self._split(job), self._between(Schedule, Lifetimes)
+        degrees = _degrees(job)
+        if known := next((layout for key, layout in self.layouts if key == degrees), None):
+            return run_passes(module.put(known), [p for p in passes if p.makes is not Layout])
+        module = run_passes(module, passes)
+        self.layouts.append((degrees, module[Layout]))
+        return module
 
-    def plan(self, job: Job) -> Plan:
-        """The whole plan, feasible or not, without remedies."""
-        return build_plan(run_passes(start(self.algorithm, job), self.passes))
+    def _split(self, job: Job) -> Module:
+        """The module as the schedule finds it; nothing before that asks how large anything is."""
+        key = (job.algorithm, job.group, [(name, _kind(r), job.whole_sequences(name)) for name, r in job.roles.items()])
+        if known := next((module for traced, module in self.graphs if traced == key), None):
+            return replace(known, job=with_heads(known.graph, job))
+        module = run_passes(start(self.algorithm, job), self.passes[: self._place(Schedule)])
+        self.graphs.append((key, module))
+        return module
+
+    def plan(self, job: Job) -> Plan | None:
+        """The whole plan without remedies, feasible or not; None as soon as residency finds no room."""
+        placed = self._place(Residency) + 1
+        module = run_passes(start(self.algorithm, job), self.passes[:placed])
+        found = module[Residency]
+        return None if found.over_hbm or found.over_host else build_plan(run_passes(module, self.passes[placed:]))
 
     def check(self, plan: Plan) -> None:
         """PlanError for a plan that the checker refuses."""
         verify_plan(plan)
 
+    def _between(self, first: type, last: type) -> tuple[Pass, ...]:
+        return self.passes[self._place(first) : self._place(last) + 1]
+
+    def _place(self, fact: type) -> int:
+        """Where the pass stands that makes a fact."""
+        return next(i for i, p in enumerate(self.passes) if p.makes is fact)
+
 
 def _degrees(job: Job) -> tuple[object, ...]:
     """What decides how weights lie, but for how much work decodes through them."""
-    parallel = [(name, r.train, r.score, r.rollout and r.rollout.tensor_parallel) for name, r in job.roles.items()]
-    return (job.model, job.cluster.gpus_per_node, job.cluster.nodes, job.layout, job.schedule, job.ablate, parallel)
+    policy = job.roles[job.policy]
+    return (job.model, job.layout, job.shares_weights, policy.train, policy.rollout and policy.rollout.tensor_parallel)
 
 
 def compile_plan(

@@ -1,13 +1,15 @@
-"""The residency problem with everything relaxed but sizes: a bound that tells without a solver what cannot fit.
+"""What fits, without a plan: a bound on sizes that needs no solver, and the placements of residency.py without times.
 
-Data        b[o], C, H, F[o,w]   as in residency.py          B   bytes of what the pinned pool always backs
+Data        b[o], C, H, F[o,w]   as in residency.py          B[p]   bytes of p that the pinned pool always backs
             N, D     host memory of a node, what its processes and a step's batch take of it (fullest node)
 Relaxed     (3) and (6) to (9) are dropped: every object is free to be in another place in every window
-Constraints (R1)  f[w] = sum_{o: F[o,w] = {hbm}} b[o] <= C                            what must be in HBM fits
-            (R2)  f[w] + sum_{o: may be at the host, never dropped} b[o] <= C + H - B      what must be somewhere fits
+Constraints (R1)  f[p,w] = sum_{o in p: F[o,w] = {hbm}} b[o] <= C                 what must be in HBM fits
+            (R2)  f[p,w] + sum_{o in p: may be at the host, never dropped} b[o] <= C + H - B[p]
+                                                                           what must be somewhere fits
             (R3)  D + (B of every GPU of the node) <= N
-Result      lack[w]   bytes by which (R1) or (R2) fails, lack[node] (R3). A job with any lack is infeasible; without, it
-            may be.
+Result      lack[w]   most bytes of a pool by which (R1) or (R2) fails, lack[node] (R3). A job with any is infeasible,
+                      others may be.
+            has_room  whether (1) to (5) have a solution with over = short = 0: exactly what the residency pass can place
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ from collections.abc import Iterable
 
 from rollplex.ir.module import Module
 from rollplex.passes.node_memory import Node, batch_bytes_of, nodes, process_bytes
+from rollplex.passes.residency import FAMILIES, Model
 from rollplex.passes.residency_data import UNIT, Data, Item, gather
+from rollplex.passes.solver import constrain, satisfiable
 from rollplex.passes.state import Lifetimes
 
 ONLY_HBM = frozenset({"hbm"})
+PLACING = tuple(family for family in FAMILIES if family.number <= 5)
 
 
 def lack(module: Module) -> dict[str, int]:
     """lack[w] in bytes for every window that has some; empty when the relaxed problem is feasible."""
     data = gather(module)
-    found = {w: UNIT * _lack_in(data, w) for w in data.windows}
+    found = {w: UNIT * max(_lack_in(data, p, w) for p in data.pools) for w in data.windows}
     found["node"] = max(_lack_of(module, node) for node in nodes(module.job))
     return {w: nbytes for w, nbytes in found.items() if nbytes > 0}
 
@@ -37,15 +42,24 @@ def _lack_of(module: Module, node: Node) -> int:
     return process_bytes(job, node) + batch_bytes_of(job, node) + backed - job.host_memory_bytes
 
 
-def _lack_in(data: Data, window: str) -> int:
-    here = [o for o in data.items if window in o.places]
+def _lack_in(data: Data, pool: str, window: str) -> int:
+    mine = [o for o in data.items if o.pool == pool]
+    here = [o for o in mine if window in o.places]
     forced = _units(o for o in here if o.places[window] == ONLY_HBM)
     somewhere = _units(
         o for o in here if o.places[window] != ONLY_HBM and not o.host_backed and "dropped" not in o.places[window]
     )
-    backed = _units(o for o in data.items if o.host_backed)
+    backed = _units(o for o in mine if o.host_backed)
     return max(forced - data.capacity, forced + somewhere - (data.capacity + data.host_capacity - backed))
 
 
 def _units(items: Iterable[Item]) -> int:
     return sum(o.units for o in items)
+
+
+def has_room(module: Module) -> bool:
+    """Whether every object has a legal place in every window under both capacities. SolverTimeout: nobody knows."""
+    model, limits = constrain(Model(gather(module)), PLACING), module.job.solver
+    for lacking in (*model.over.values(), *model.short.values()):
+        model.cp.add(lacking == 0)
+    return satisfiable(model.cp, "residency", seconds=limits.seconds, seed=limits.seed)

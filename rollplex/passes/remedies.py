@@ -4,12 +4,14 @@
     workload.prompts=40                        frees 3.6 GiB   step -37.6 s, a prompt 0.6 % dearer
 
 Data        J        the job that is over           L     its levers, each with steps v[1], v[2], .. ever more drastic
-            fits(J)  whether J compiles within its capacities       lack(J)   the relaxation of relax.py, no solver
-            gain(l)  bytes by which the most drastic step of l lessens lack(J)
-Single      for l in L: the least i with lack(J + v[i]) = {} by bisection, from there the least with fits(J + v[i])
-Pairs       for l, l' in L with gain(l), 0 < gain(l) + gain(l') >= lack(J), where l does not suffice: l at its most
-            drastic, the least v'[i] that fits beside it, then the least v[i] that fits beside that
-Rank        what keeps the prompts whole before what cuts them; then GPU seconds a prompt; then the fewest changes.
+            fits(J)  whether every object has a place               lack(J)   what sizes alone lack; both of relax.py
+            left(l)  lack(J + the most drastic step of l)
+Single      for l in L: the least i with fits(J + v[i]), by bisection; only that is compiled to a plan
+Pairs       for l, l' in L that lessen lack(J), with left(l)[w] + left(l')[w] <= lack(J)[w] in every window w, where l
+            does not suffice and l' is not enough at its mildest: l at its most drastic, the least v'[i] that fits
+            beside it, then the least v[i] that fits beside that
+Rank        what keeps the prompts whole before what cuts them; then GPU seconds a prompt; then what buys no machine;
+            then the fewest changes.
 Bisection takes it that a more drastic step frees more; where that is wrong a remedy is missed, never a wrong one told.
 """
 
@@ -25,26 +27,29 @@ from rollplex.ir.job import Job
 from rollplex.ir.job_file import change_job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Plan, Remedy, Resource
-from rollplex.passes.levers import Lever, Overrides, key_of, levers
+from rollplex.passes.lever import Lever, Overrides, key_of
+from rollplex.passes.levers import levers
 from rollplex.passes.node_memory import kept
-from rollplex.passes.relax import lack
+from rollplex.passes.relax import has_room, lack
 
 KEEP = 6
 ENOUGH = 3
-"""With so many single changes that keep the work as it is, pairs are not looked for."""
-MOST_PLANS = 100
-"""Jobs compiled in full for one infeasible job, at most; a count and no clock, so that plans repeat."""
+"""With so many single changes that keep the work and the machines as they are, pairs are not looked for."""
+MOST_PLANS, MOST_PAIRS = 100, 60
+"""Jobs compiled in full and pairs tried for one infeasible job, at most; counts and no clock, so that plans repeat."""
+MACHINES = frozenset({"cluster.nodes", "cluster.host_memory_gb", "cluster.capacity_gib"})
+"""Keys that are bought and not set."""
 
 
 class Compiler(Protocol):
     """The pipeline, as far as remedies need it. Any of these raises RollplexError for a job that it refuses."""
 
-    def lifetimes(self, job: Job, like: Module | None = None) -> Module:
-        """The module as far as its state contract, with the layout of `like` where that serves; nothing is placed."""
+    def lifetimes(self, job: Job) -> Module:
+        """The module as far as its state contract; nothing is placed."""
         ...
 
-    def plan(self, job: Job) -> Plan:
-        """The whole plan."""
+    def plan(self, job: Job) -> Plan | None:
+        """The whole plan; None as soon as it is known not to fit."""
         ...
 
     def check(self, plan: Plan) -> None:
@@ -60,76 +65,91 @@ class Found:
     plan: Plan
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What is known of a changed job without its plan; `lack` is None where it is refused by the job or a pass."""
+
+    lack: dict[str, int] | None
+    fits: bool = False
+
+
+REFUSED = Trial(None)
+
+
 @dataclass
 class Search:
     """One infeasible job; what was tried is remembered, because pairs come back to the same jobs."""
 
     job: Job
     compiler: Compiler
-    _lacks: dict[Overrides, dict[str, int] | None] = field(default_factory=dict)
-    _plans: dict[Overrides, Plan | None] = field(default_factory=dict)
-
-    @cached_property
-    def base(self) -> Module:
-        """The job itself as far as its state contract."""
-        return self.compiler.lifetimes(self.job)
+    _jobs: dict[Overrides, Job | None] = field(default_factory=dict)
+    _trials: dict[frozenset[str], Trial] = field(default_factory=dict)
+    _plans: dict[frozenset[str], Plan | None] = field(default_factory=dict)
 
     def changed(self, overrides: Overrides) -> Job | None:
         """The job with overrides; None where the job refuses them."""
+        if overrides not in self._jobs:
+            self._jobs[overrides] = self._changed(overrides)
+        return self._jobs[overrides]
+
+    def _changed(self, overrides: Overrides) -> Job | None:
         try:
             return change_job(self.job, overrides)
         except JobError:
             return None
 
-    def lack(self, overrides: Overrides) -> dict[str, int] | None:
-        """The relaxation's lack; None where no legal job or no state contract comes out."""
-        if overrides not in self._lacks:
-            self._lacks[overrides] = self._lack(overrides)
-        return self._lacks[overrides]
+    def trial(self, overrides: Overrides) -> Trial:
+        """Whether the changed job fits, and what it lacks."""
+        key = frozenset(overrides)
+        if key not in self._trials:
+            job = self.changed(overrides)
+            self._trials[key] = REFUSED if job is None else self._tried(job)
+        return self._trials[key]
 
-    def _lack(self, overrides: Overrides) -> dict[str, int] | None:
-        job = self.changed(overrides)
+    def _tried(self, job: Job) -> Trial:
         try:
-            return None if job is None else lack(self.compiler.lifetimes(job, self.base))
+            module = self.compiler.lifetimes(job)
+            lacking = lack(module)  # it spares the solver what cannot fit
+            return Trial(lacking, not lacking and has_room(module))
         except RollplexError:
-            return None  # a change under which the algorithm cannot be compiled is no remedy
+            return REFUSED  # a change under which nothing can be compiled, or not in time, is no remedy
 
-    def fits(self, overrides: Overrides) -> Plan | None:
-        """The plan, if the changed job fits; the relaxation spares the solver what cannot."""
-        if self.lack(overrides) != {}:
+    def fits(self, overrides: Overrides) -> bool:
+        """Whether the changed job fits."""
+        return self.trial(overrides).fits
+
+    def found(self, overrides: Overrides) -> Found | None:
+        """The overrides with their plan, if they fit."""
+        key = frozenset(overrides)
+        if not self.fits(overrides):
             return None
-        if overrides not in self._plans:
+        if key not in self._plans:
             job = self.changed(overrides)
             assert job is not None
-            self._plans[overrides] = self._plan(job) if len(self._plans) < MOST_PLANS else None
-        return self._plans[overrides]
+            self._plans[key] = self._plan(job) if len(self._plans) < MOST_PLANS else None
+        plan = self._plans[key]
+        return Found(overrides, plan) if plan else None
 
     def _plan(self, job: Job) -> Plan | None:
         try:
             plan = self.compiler.plan(job)
         except RollplexError:
             return None  # out of time, or refused by a pass: not shown to fit
-        return plan if plan.feasible else None
+        return plan if plan and plan.feasible else None
 
     def least(self, before: Overrides, lever: Lever) -> Found | None:
         """The mildest value of a lever that fits beside other overrides."""
-        steps = [(*before, *overrides) for overrides in lever.steps]
-        legal = [v for v in steps if self.changed(v) is not None]
-        if not legal:
+        if len(lever.steps) <= 2:  # so few need not be ever more drastic: schedules are not
+            return next((f for v in lever.steps if (f := self.found((*before, *v)))), None)
+        most, compiles = self.extreme(lever, before), lambda v: self.found(v) is not None
+        holds = compiles if self.fits(()) else self.fits  # a job whose places fit lacks what only a plan can tell
+        if most is None or not holds(most):
             return None
-        if len(legal) <= 2:  # so few need not be ever more drastic: schedules are not
-            return next((f for v in legal if (f := self.found(v))), None)
-        if self.lack(legal[-1]) != {}:
-            return None
-        first = bisect(len(legal), lambda k: self.lack(legal[k]) == {}, 0)
-        if (found := self.found(legal[first])) or not self.fits(legal[-1]):
+        legal = [v for step in lever.steps if self.changed(v := (*before, *step)) is not None]
+        found = self.found(legal[bisect(len(legal), lambda k: holds(legal[k]))])
+        if found or not compiles(most):
             return found
-        return self.found(legal[bisect(len(legal), lambda k: self.fits(legal[k]) is not None, first + 1)])
-
-    def found(self, overrides: Overrides) -> Found | None:
-        """The overrides with their plan, if they fit."""
-        plan = self.fits(overrides)
-        return Found(overrides, plan) if plan else None
+        return self.found(legal[bisect(len(legal), lambda k: compiles(legal[k]))])
 
     def needs_all(self, found: Found) -> bool:
         """Whether none of the overrides can be left out."""
@@ -155,35 +175,40 @@ class Search:
         steps = ((*beside, *step) for step in reversed(lever.steps))
         return next((step for step in steps if self.changed(step) is not None), None)
 
-    def _total(self, overrides: Overrides) -> int | None:
-        found = self.lack(overrides)
-        return None if found is None else sum(found.values())
-
     @cached_property
-    def gains(self) -> dict[int, int]:
-        """gain(l) by position in L, of levers with a legal step."""
-        base, extremes = self._total(()) or 0, {i: self.extreme(lever) for i, lever in enumerate(self.levers)}
-        left = {i: self._total(e) for i, e in extremes.items() if e is not None}
-        return {i: base - total for i, total in left.items() if total is not None}
+    def left(self) -> dict[int, dict[str, int]]:
+        """lack(J + l) by position in L, of levers with a legal step."""
+        extremes = {i: self.extreme(lever) for i, lever in enumerate(self.levers)}
+        lacks = {i: self.trial(e).lack for i, e in extremes.items() if e is not None}
+        return {i: lack for i, lack in lacks.items() if lack is not None}
 
     def pairs(self) -> Iterator[Found]:
         """Two decisions that suffice together and not alone, those that keep the work before those that lessen it."""
-        base, seen = self._total(()) or 0, set[frozenset[str]]()
-        together = [
-            (i, j) for i in self.gains for j in self.gains if i not in self.singles and self._promises(i, j, base)
-        ]
-        for i, j in sorted(together, key=lambda t: max(lessens(self.levers[k].steps[0]) for k in t)):
-            keys = self.levers[i].keys | self.levers[j].keys
-            if keys not in seen and len(seen) < KEEP and (found := self._pair(self.levers[i], self.levers[j])):
+        together = [(i, j) for i in self.left for j in self.left if i not in self.singles and self._promises(i, j)]
+        together.sort(key=lambda t: max(lessens(self.levers[k].steps[0]) for k in t))
+        seen = set[frozenset[str]]()
+        for first, second in ((self.levers[i], self.levers[j]) for i, j in together[:MOST_PAIRS]):
+            keys = first.keys | second.keys
+            if keys not in seen and len(seen) < KEEP and (found := self._pair(first, second)):
                 seen.add(keys)
                 yield found
 
-    def _promises(self, i: int, j: int, base: int) -> bool:
-        """Whether a pair can be enough; machines that suffice alone are no company."""
-        first, second = self.levers[i], self.levers[j]
-        machine = j in self.singles and any(key.startswith("cluster.") for key in second.keys)
-        helps = self.gains[i] > 0 or not base
-        return helps and not machine and not first.keys & second.keys and self.gains[i] + self.gains[j] >= base
+    def _promises(self, i: int, j: int) -> bool:
+        """Whether a pair can be enough: each helps, and what each leaves of every window, the other can take away."""
+        first, second, base = self.levers[i], self.levers[j], self.trial(()).lack or {}
+        both = (*first.steps[0], *second.steps[0])
+        if first.keys & second.keys or not self._goes_on(j) or (lessens(both) and buys(both)):
+            return False
+        helps = not base or all(any(self.left[k].get(w, 0) < n for w, n in base.items()) for k in (i, j))
+        return helps and all(self.left[i].get(w, 0) + self.left[j].get(w, 0) <= n for w, n in base.items())
+
+    def _goes_on(self, j: int) -> bool:
+        """Whether a lever beside another may do with less: its mildest step does not suffice, nor do machines alone."""
+        if j not in self.singles:
+            return True
+        lever = self.levers[j]
+        mildest = next(step for step in lever.steps if self.changed(step) is not None)
+        return self.singles[j].overrides != mildest and not lever.keys & MACHINES
 
     def _pair(self, first: Lever, second: Lever) -> Found | None:
         extreme = self.extreme(first)
@@ -205,9 +230,14 @@ def lessens(overrides: Overrides) -> int:
     return max((1 if key == "workload.prompts" else 2 for key in work), default=0)
 
 
-def bisect(count: int, holds: Callable[[int], bool], low: int) -> int:
-    """The least k >= low with holds(k), taken to be monotone; holds(count - 1) is known."""
-    high = count - 1
+def buys(overrides: Overrides) -> bool:
+    """Whether changes need more machines, or larger ones."""
+    return any(key_of(o) in MACHINES for o in overrides)
+
+
+def bisect(count: int, holds: Callable[[int], bool]) -> int:
+    """The least k with holds(k), taken to be monotone; holds(count - 1) is known."""
+    low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
@@ -254,21 +284,26 @@ def find(plan: Plan, job: Job, compiler: Compiler) -> Iterator[Remedy]:
     """Ranked remedies, each verified only when it is asked for."""
     search = Search(job, compiler)
     singles = list(search.singles.values())
-    enough = sum(not lessens(f.overrides) for f in singles) >= ENOUGH
+    enough = sum(not (lessens(f.overrides) or buys(f.overrides)) for f in singles) >= ENOUGH
     every = [f for f in (singles if enough else [*singles, *search.pairs()]) if search.needs_all(f)]
     told = [(f, as_remedy(plan, job, change_job(job, f.overrides), f)) for f in every]
+    better: list[frozenset[str]] = []
     for found, remedy in sorted(told, key=lambda t: _rank(*t)):
+        keys = frozenset(key_of(o) for o in found.overrides)
+        if any(keys < others for others in better):
+            continue  # the same change with another beside it is milder, and has been told
         try:
             compiler.check(found.plan)
         except RollplexError:
             continue  # the sums fit and the steps do not: no remedy
+        better.append(keys)
         yield remedy.model_copy(update={"verified": True})
 
 
-def _rank(found: Found, remedy: Remedy) -> tuple[int, float, int, str]:
-    """What keeps each prompt whole first; then the cost of a prompt; then the fewest changes."""
-    cuts = lessens(found.overrides) == 2
-    return (cuts, round(remedy.costs_share, 3), len(found.overrides), remedy.change)
+def _rank(found: Found, remedy: Remedy) -> tuple[bool, float, bool, int, str]:
+    """What keeps each prompt whole first; then the cost of a prompt; then what buys nothing; then fewer changes."""
+    cuts, bought = lessens(found.overrides) == 2, buys(found.overrides)
+    return (cuts, round(remedy.costs_share, 3), bought, len(found.overrides), remedy.change)
 
 
 def with_remedies(plan: Plan, job: Job, compiler: Compiler) -> Plan:

@@ -101,13 +101,23 @@ def minimise(
                 found = solver
                 _start_from(model, solver)
             elif found is None:
-                raise _timeout(name, objective, seconds)
+                raise _timeout(name, objective.name, seconds)
             results.append(
                 _result(name, objective, int(found.value(objective.expr)), max(0.0, solver.best_objective_bound))
             )
         model.add(objective.expr <= int(found.value(objective.expr)))
     assert found is not None, f"{name} has no objective"
     return Solution(found, tuple(results), total)
+
+
+def satisfiable(model: cp_model.CpModel, name: str, *, seconds: float, seed: int) -> bool:
+    """Whether anything satisfies the model; SolverTimeout where the limit ends the search."""
+    solver = new_solver(seconds, seed)
+    status = solver.solve(model)
+    solving(solver.wall_time)
+    if status == cp_model.UNKNOWN:
+        raise _timeout(name, "any placement", seconds)
+    return status != cp_model.INFEASIBLE
 
 
 def _solve(
@@ -127,9 +137,9 @@ def _start_from(model: cp_model.CpModel, solver: cp_model.CpSolver) -> None:
     hint.values.extend(values)
 
 
-def _timeout(name: str, objective: Objective, seconds: float) -> SolverTimeout:
+def _timeout(name: str, wanted: str, seconds: float) -> SolverTimeout:
     return SolverTimeout(
-        f"no solution for `{objective.name}` within {seconds:g} s of deterministic time",
+        f"no solution for `{wanted}` within {seconds:g} s of deterministic time",
         where=name,
         hint="raise solver.seconds in the job",
     )
