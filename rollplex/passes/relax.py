@@ -9,7 +9,7 @@ Constraints (R1)  f[p,w] = sum_{o in p: F[o,w] = {hbm}} b[o] <= C               
             (R3)  D + (B of every GPU of the node) <= N
 Result      lack[w]   most bytes of a pool by which (R1) or (R2) fails, lack[node] (R3). A job with any is infeasible,
                       others may be.
-            has_room  whether (1) to (5) have a solution with over = short = 0: exactly what the residency pass can place
+            has_room  whether (1) to (5) have a solution with over = short = 0: what residency can place
 """
 
 from __future__ import annotations

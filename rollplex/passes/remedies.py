@@ -35,7 +35,7 @@ from rollplex.passes.relax import has_room, lack
 KEEP = 6
 ENOUGH = 3
 """With so many single changes that keep the work and the machines as they are, pairs are not looked for."""
-MOST_PLANS, MOST_PAIRS = 100, 60
+MOST_PLANS, MOST_PAIRS = 40, 60
 """Jobs compiled in full and pairs tried for one infeasible job, at most; counts and no clock, so that plans repeat."""
 MACHINES = frozenset({"cluster.nodes", "cluster.host_memory_gb", "cluster.capacity_gib"})
 """Keys that are bought and not set."""
