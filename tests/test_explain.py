@@ -78,6 +78,17 @@ def test_sizes_are_told_by_the_keys_that_move_them(plan: Plan) -> None:
     assert [e.key for e in api.explain(plan, "rollout.kv").effects] == ["roles.actor.rollout.kv_cache_gib"]
 
 
+def test_a_size_is_told_as_a_formula(plan: Plan) -> None:
+    """In the job's own numbers, with its named parts below; where no formula fits the bytes, that is said."""
+    lines = [t.plain for t in explained_lines(api.explain(plan, "actor.prefix_saved"), plan)]
+    at = next(i for i, text in enumerate(lines) if text.startswith("formula"))
+    assert lines[at] == "formula    32 prompts x a prompt = 20.00 GiB"
+    assert lines[at + 1].strip() == "a prompt = 8192 tokens x 64 layers x layer input = 671,088,640"
+    host = compile_plan(GRPO, load_job(SHAPES))
+    lines = [t.plain for t in explained_lines(api.explain(host, "train.activations"), host)]
+    assert any(text.startswith("formula    none in words comes to these bytes") for text in lines)
+
+
 def test_unknown_objects_name_the_nearest(plan: Plan) -> None:
     """A slip of the pen is answered with what was meant."""
     with pytest.raises(PlanError, match=r"no object `actor\.boundry`\n    try: actor\.boundary"):

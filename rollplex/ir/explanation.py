@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollplex.ir.formula import Formula
 from rollplex.ir.plan import PlannedObject, Residency
 
 
@@ -41,10 +42,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything told of one object; `effects` are the job keys that size it, `moves` the places it is not in."""
+    """Everything told of one object; `effects` are the job keys that size it, `moves` the places it is not in.
+
+    `formula` comes to the object's bytes, but for whole pages; None where no formula in words does.
+    """
 
     object: PlannedObject
     effects: tuple[Effect, ...]
     stays: tuple[Stay, ...]
     moves: tuple[Move, ...]
     note: str = ""
+    formula: Formula | None = None

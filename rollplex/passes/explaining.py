@@ -1,5 +1,6 @@
 """Why an object is where it is: the residency problem of its plan, solved again with the object held elsewhere.
 
+Formula   its bytes as a sum of products of the job's own numbers (`formulas.py`), where that comes to what the plan has
 Sizes     each number of the job is doubled and halved, and the state contract made again: what moves the object's bytes
 Places    for window w and place p it is not in: the problem of residency.py with place[o,w] = p added; the differences
           in exposed time, peak and bytes moved are the price. Where p is outside F[o,w], why it is.
@@ -15,6 +16,7 @@ from rollplex.ir.explanation import Effect, Explanation, Move, Stay
 from rollplex.ir.job_file import change_job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Plan, PlannedObject, Residency
+from rollplex.passes.formulas import formula_of
 from rollplex.passes.rebuild import as_planned, rebuild
 from rollplex.passes.residency import FAMILIES, Model
 from rollplex.passes.residency_data import PLACES, Data, gather
@@ -34,7 +36,8 @@ def explain_object(plan: Plan, name: str) -> Explanation:
     state = module[Lifetimes][name]
     effects = tuple(_effects(plan, module, name))
     moves = tuple(_moves(plan, module, planned, state))
-    return Explanation(planned, effects, tuple(_stays(plan, planned, state)), moves)
+    stays, formula = tuple(_stays(plan, planned, state)), formula_of(plan, module.job, name)
+    return Explanation(planned, effects, stays, moves, formula=formula)
 
 
 # ---- sizes

@@ -14,7 +14,7 @@ from rollplex.show.text import LABEL, WIDTH, clip, labelled, line, seconds, size
 
 
 def explained_lines(found: Explanation, plan: Plan, width: int = WIDTH) -> list[Text]:
-    """What it is, what sizes it, where it is and why, what another place would cost, what it is to the peak."""
+    """What it is, its size and what moves that, where it is and why, what others cost, its part in the peak."""
     o = found.object
     kind = f"{o.class_}{', attached to autograd' if o.attached else ''}"
     held = f"held by the {o.process} process{' for ' + o.role if o.role else ''}"
@@ -22,6 +22,7 @@ def explained_lines(found: Explanation, plan: Plan, width: int = WIDTH) -> list[
     lines += under(o.why, width) if o.why else []
     return [
         *lines,
+        *_formula(found, width),
         *_rows("size", [_effect(e) for e in found.effects] or [("no number of the job moves it", "", "")], width),
         *_rows("where", [(s.window, s.place, s.why) for s in found.stays], width),
         *_rows("elsewhere", [_price(m) for m in found.moves if not m.refused], width),
@@ -29,6 +30,18 @@ def explained_lines(found: Explanation, plan: Plan, width: int = WIDTH) -> list[
         *_rows("peak", [_to_the_peak(plan, o.name)], width),
         *(labelled("note", found.note, width) if found.note else []),
     ]
+
+
+def _formula(found: Explanation, width: int) -> list[Text]:
+    """The bytes as a formula, and below it what its named parts are."""
+    formula, nbytes = found.formula, found.object.bytes
+    if formula is None:
+        return labelled("formula", "none in words comes to these bytes: they are the engine's own figures", width)
+    pages = "" if formula.value == nbytes else ", and the rest of a page"
+    lines = labelled("formula", f"{formula} = {size(formula.value)}{pages}", width)
+    for name, what in formula.parts():
+        lines += under(f"{name} = {what} = {what.value:,}", width)
+    return lines
 
 
 def _rows(label: str, rows: list[tuple[str, str, str]], width: int) -> list[Text]:

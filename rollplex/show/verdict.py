@@ -83,8 +83,13 @@ def _remedies(found: Infeasible, width: int) -> list[Text]:
 
 def _figures(remedy: Remedy) -> tuple[str, str, str]:
     """What a remedy frees, and its cost: of a step, and of one prompt in GPU time, which fewer prompts do not save."""
-    frees = f"frees {size(remedy.frees_bytes, 1)}" if remedy.frees_bytes > 0 else ""
-    return frees, f"step {_signed(remedy.costs_s)}", f"a prompt {100 * remedy.costs_share:+.1f} %"
+    frees = f"frees {size(remedy.frees_bytes, 1)}" if remedy.frees_bytes > 0 else "more room"
+    return frees, f"step {_signed(remedy.costs_s)}", f"a prompt {percent(remedy.costs_share)}"
+
+
+def percent(share: float) -> str:
+    """`+1.4 %`; what rounds to nothing has no minus."""
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"
 
 
 def _signed(value: float) -> str:

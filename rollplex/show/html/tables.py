@@ -10,7 +10,7 @@ from rollplex.ir.planned_node import NODE_TITLES
 from rollplex.show.html.families import Shade
 from rollplex.show.html.markup import Markup, el, join
 from rollplex.show.text import Unit, seconds, size, unit_for
-from rollplex.show.verdict import HAS, capacity_of
+from rollplex.show.verdict import HAS, capacity_of, percent
 
 Cell = tuple[object, str] | object
 MINUS = "\u2212"
@@ -71,9 +71,9 @@ def remedies(found: Infeasible) -> Markup:
 
 def _remedy(index: int, r: Remedy) -> Sequence[Cell]:
     change = join((el("code", part) for part in r.change.split()), " ")
-    frees = size(r.frees_bytes, 1) if r.frees_bytes > 0 else "\u2013"
+    frees = size(r.frees_bytes, 1) if r.frees_bytes > 0 else "more room"
     step = ("+" if r.costs_s >= 0 else MINUS) + seconds(abs(r.costs_s))
-    prompt = f"{100 * r.costs_share:+.1f} %".replace("-", MINUS)
+    prompt = percent(r.costs_share).replace("-", MINUS)
     return (index, change, frees, step, prompt, ", ".join(r.shrinks[:4]))
 
 
