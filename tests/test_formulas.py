@@ -50,6 +50,7 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("grpo", "tests/cases/04_microbatch_too_large.yaml", ("roles.actor.train.zero=2",)),
     ("grpo", "tests/cases/20_logits_of_one_trajectory.yaml", ("roles.actor.train.engine=fsdp_fused",)),
     ("grpo", "tests/cases/20_logits_of_one_trajectory.yaml", ("roles.actor.train.context_parallel=8",)),
+    ("grpo", "tests/cases/04_microbatch_too_large.yaml", ("roles.actor.train.microbatch=auto",)),
     ("ppo", "tests/cases/01_ppo_critic_a10.yaml", ()),
 )
 

@@ -238,9 +238,9 @@ class Formulas:
 
     def work(self, role: str) -> Work:
         """A step's work: as many responses as the plan takes at a time."""
-        whole = self.job.whole_sequences(role)
-        responses = self.job.trainer(role).microbatch if whole else self.plan.summary.chunks.microbatch.suffix_responses
-        work = one_response(role_work(self.job, role), responses)
+        stated = self.job.trainer(role).microbatch if self.job.whole_sequences(role) else "auto"
+        chosen = self.plan.summary.chunks.microbatch.suffix_responses
+        work = one_response(role_work(self.job, role), chosen if stated == "auto" else stated)
         return whole_call(work) if self.whole(role) else work
 
 

@@ -73,7 +73,8 @@ def _divisors(number: int, now: int, most: int | None = None) -> tuple[int, ...]
 def _sharded(job: Job, here: str, name: str, engine: Train) -> Iterator[Lever]:
     """Keys of an engine that cuts states over its ranks and runs whole sequences."""
     yield one_key(f"{here}.zero", tuple(range(job.zero(name) + 1, 4)))
-    yield one_key(f"{here}.microbatch", _smaller(job.group, engine.microbatch))
+    if engine.microbatch != "auto":
+        yield one_key(f"{here}.microbatch", _smaller(job.group, engine.microbatch))
     yield _longer_rings(job, here, engine)
     for key in ("offload_optimizer", "offload_parameters") if job.roles[name].train else ():
         yield one_key(f"{here}.{key}", () if getattr(engine, key) else TRUE)
