@@ -36,7 +36,7 @@ def _formula(found: Explanation, width: int) -> list[Text]:
     """The bytes as a formula, and below it what its named parts are."""
     formula, nbytes = found.formula, found.object.bytes
     if formula is None:
-        return labelled("formula", "none in words comes to these bytes: they are the engine's own figures", width)
+        return labelled("formula", "none in words comes to these bytes; the keys below move them", width)
     pages = "" if formula.value == nbytes else ", and the rest of a page"
     lines = labelled("formula", f"{formula} = {size(formula.value)}{pages}", width)
     for name, what in formula.parts():
