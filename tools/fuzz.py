@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 from fuzz_cases import JOBS, Case, Cases
 
 from rollplex.ir.checker import check_plan
+from rollplex.ir.dsl import Algorithm
 from rollplex.ir.errors import RollplexError
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
@@ -52,7 +54,7 @@ def outcome(case: Case, folder: Path) -> str:
     file = folder / ("plan.json" if case.is_plan else "job.yaml")
     file.write_bytes(case.text)
     try:
-        return _plan(file) if case.is_plan else _job(file, case.overrides)
+        return _plan(file) if case.is_plan else _job(file, case)
     except RollplexError as error:
         check_error(error)
         return "refused"
@@ -69,12 +71,11 @@ def _plan(file: Path) -> str:
     return "violates" if found else "accepted"
 
 
-def _job(file: Path, overrides: tuple[str, ...]) -> str:
-    job = load_job(file, overrides)
+def _job(file: Path, case: Case) -> str:
+    job = load_job(file, case.overrides)
     for line in (job.describe(), *job.notes()):
         assert line
-    algorithm = load_algorithm(ROOT / "examples/grpo.py")
-    plan = compile_plan(algorithm, job)
+    plan = compile_plan(algorithm(ROOT, case.algorithm), job)
     show(plan)
     return "feasible" if plan.feasible else "infeasible"
 
@@ -168,12 +169,19 @@ def batch(cases: Cases, seed: int, numbers: range) -> Iterator[dict[str, Any]]:
 # ---- the run
 
 
+@cache
+def algorithm(root: Path, name: str) -> Algorithm:
+    """The algorithm of an example."""
+    return load_algorithm(root / f"examples/{name}.py")
+
+
 def good_plans(root: Path) -> tuple[dict, ...]:
-    """Plans of the example jobs, small enough that every part of them is hit."""
-    grpo = load_algorithm(root / "examples/grpo.py")
-    rows = ((JOBS[0], ("workload.prompts=4",)), (JOBS[0], ("schedule=naive", "workload.prompts=2")), (JOBS[1], ()),
-            (JOBS[0], ("schedule=serial", "workload.prompts=2")), (JOBS[2], ("workload.prompts=2",)))  # fmt: skip
-    plans = (compile_plan(grpo, load_job(root / job, overrides)) for job, overrides in rows)
+    """Plans of the example jobs, and of one of them under every schedule, small enough that every part is hit."""
+    one, host = "qwen2_5_vl_32b_h800x8", "shapes_host"
+    rows = [(one, (f"schedule={kind}", "workload.prompts=2")) for kind in ("rollplex", "serial", "naive")]
+    rows += [(name, ("workload.prompts=2",) if name == host else ()) for name in JOBS if name != one]
+    files = ((root / f"examples/jobs/{job}.yaml", JOBS[job], overrides) for job, overrides in rows)
+    plans = (compile_plan(algorithm(root, name), load_job(file, overrides)) for file, name, overrides in files)
     return tuple(json.loads(plan.to_json()) for plan in plans)
 
 

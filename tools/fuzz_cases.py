@@ -21,9 +21,12 @@ import yaml
 from rollplex.ir.hardware import GPUS
 from rollplex.ir.models import model_names
 
-JOBS = tuple(
-    f"examples/jobs/{name}.yaml" for name in ("qwen2_5_vl_32b_h800x8", "qwen2_5_vl_32b_h800x32", "shapes_host")
-)
+JOBS: dict[str, str] = {
+    "qwen2_5_vl_32b_h800x8": "grpo", "qwen2_5_vl_32b_h800x32": "grpo", "shapes_host": "grpo", "lora_72b_h800x8": "grpo",
+    "critic_free_7b_h800x8": "rloo", "dapo_32b_h800x32": "dapo", "embodied_7b_h800x8": "embodied",
+    "gspo_30b_a3b_h800x16": "gspo", "ppo_32b_h800x32": "ppo", "reward_model_32b_h800x8": "grpo_reward_model",
+}  # fmt: skip
+"""Example jobs, and the algorithm that each is for."""
 INTERESTING: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 8, 64, 1000, 65537, 2**31, 2**63, -(2**63), 10**30, 0.0, 0.5, 1.5, -0.0,
     1e-300, 1e308, float("inf"), float("-inf"), float("nan"),
@@ -61,6 +64,20 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "optimizer.chunks": ("auto", 1, 7, 4096),
     "optimizer.in_flight": (1, 2, 3, 50, 10**9),
     "sharing": ({"kind": "mps"}, {"kind": "fixed", "share": 0.6}, {"kind": "fixed"}),
+    "roles.actor.lora": (None, {"rank": 8}, {"rank": 64, "served": "merged"}, {"rank": 16, "targets": ["qkv", "o"]}),
+    "roles.actor.train.pipeline_parallel": (1, 2, 3, 4),
+    "roles.actor.train.num_layers_in_first_pipeline_stage": (1, 6, 20),
+    "roles.actor.train.context_parallel": (1, 2, 4),
+    "roles.actor.train.expert_parallel": (1, 2, 8),
+    "roles.actor.train.distributed_optimizer": (True, False),
+    "roles.actor.train.engine": ("megatron", "fsdp", "fsdp_fused", "host", "vllm"),
+    "roles.actor.rollout.gpu_memory_utilization": (0.1, 0.6, 0.9, 1),
+    "workload.turns": (None, {"count": 2, "observation_tokens": 64}, {"count": 5, "observation_tokens": 4096}),
+    "workload.rollout": ({"kind": "partial", "share": 0.5}, {"kind": "oversample", "factor": 2}),
+    "workload.dynamic_sampling": (None, {"rounds": 2}, {"rounds": 5, "kept": 0.9}),
+    "layout.order": ("stock", "reindex", "auto"),
+    "cluster.rollout_gpus": (None, 2, 4, 8),
+    "cluster.process_host_gib": (None, 0, 40),
     "algorithm.kl": (0, 0.1, "x", None),
     "algorithm.n": (2, 8, 0, -1),
 }  # fmt: skip
@@ -68,11 +85,12 @@ NEAR: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One input: a job text with overrides, or a plan text."""
+    """One input: a job text with overrides for an algorithm, or a plan text."""
 
     kind: str
     text: bytes
     overrides: tuple[str, ...] = ()
+    algorithm: str = "grpo"
 
     @property
     def is_plan(self) -> bool:
@@ -88,9 +106,10 @@ class Cases:
     plans: tuple[dict[str, Any], ...]
 
     @cached_property
-    def texts(self) -> tuple[str, ...]:
-        """The good job files; paths inside them are made absolute, for a case lies in a folder of its own."""
-        return tuple((self.root / name).read_text().replace("../", f"{self.root}/examples/") for name in JOBS)
+    def texts(self) -> tuple[tuple[str, str], ...]:
+        """The good job files and their algorithms; paths in them are made absolute: a case lies in its own folder."""
+        files = ((self.root / f"examples/jobs/{job}.yaml", algorithm) for job, algorithm in JOBS.items())
+        return tuple((file.read_text().replace("../", f"{self.root}/examples/"), name) for file, name in files)
 
     def make(self, seed: int, number: int) -> Case:
         """The case of a number under a seed."""
@@ -103,24 +122,27 @@ class Cases:
         return rng.choices([make for _, _, make in kinds], weights)[0](rng)
 
     def _job_bytes(self, rng: random.Random) -> Case:
-        return Case("job-bytes", spoil(rng, rng.choice(self.texts).encode()))
+        text, algorithm = rng.choice(self.texts)
+        return Case("job-bytes", spoil(rng, text.encode()), (), algorithm)
 
     def _job_values(self, rng: random.Random) -> Case:
-        data = yaml.safe_load(rng.choice(self.texts))
+        text, algorithm = rng.choice(self.texts)
+        data = yaml.safe_load(text)
         for _ in range(rng.randint(1, 4)):
             edit(rng, data)
         overrides = tuple(self._override(rng) for _ in range(rng.choice((0, 0, 1, 2))))
-        return Case("job-values", dump(data), overrides)
+        return Case("job-values", dump(data), overrides, algorithm)
 
     def _override(self, rng: random.Random) -> str:
         key = rng.choice([*NEAR, "", "a.b", "cluster", "roles.", "model.name", "run.data", "solver.seconds"])
         return rng.choice((f"{key}={rng.choice(INTERESTING)}", f"{key}={rng.choice(NEAR.get(key, (1,)))}", key))
 
     def _job_near(self, rng: random.Random) -> Case:
-        data = yaml.safe_load(rng.choice(self.texts))
+        text, algorithm = rng.choice(self.texts)
+        data = yaml.safe_load(text)
         for key in rng.sample(list(NEAR), rng.randint(1, 6)):
             put(data, key.split("."), rng.choice(NEAR[key]))
-        return Case("job-near", dump(data))
+        return Case("job-near", dump(data), (), algorithm)
 
     def _plan_bytes(self, rng: random.Random) -> Case:
         return Case("plan-bytes", spoil(rng, json.dumps(rng.choice(self.plans)).encode()))
