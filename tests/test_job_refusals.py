@@ -276,6 +276,21 @@ def test_a_job_that_cannot_work_is_refused_before_anything_is_planned(case: str,
     assert message in str(refusal(tmp_path, edited(*edits)))
 
 
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("{tensor_parallel: 2}", "no sequence parallelism on cpu\n    try: sequence_parallel: false"),
+        ("{pipeline_parallel: 2}", "no pipeline_parallel on cpu\n    try: leave it out"),
+        ("{distributed_optimizer: true}", "no distributed_optimizer on cpu\n    try: leave it out"),
+        ("{}\n    recompute: selective", "no recompute selective on cpu\n    try: none or full"),
+    ],
+)
+def test_what_megatron_does_not_run_on_a_cpu_is_refused(train: str, message: str, tmp_path: Path) -> None:
+    tiny(tmp_path)
+    text = TINY.replace("train: {engine: host}", f"train: {train}").replace("node: 1", "node: 2")
+    assert f"engine megatron has {message}" in str(refusal(tmp_path, text))
+
+
 def test_a_cpu_job_must_state_its_capacity_and_use_engines_that_a_cpu_runs(tmp_path: Path) -> None:
     tiny(tmp_path)
     text = TINY.replace(', capacity_gib: "1.5 GiB"', "").replace("rollout: {engine: host", "rollout: {engine: vllm")

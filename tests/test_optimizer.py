@@ -237,8 +237,10 @@ def test_ranks_add_their_sums_of_squares() -> None:
     slabs = flat_layout(named([30, 40]))
     state = fresh_state(70, torch.float64)
     fill_grad(state, 1)
-    others = [sum_squares(state.grad, [slabs[1]])]
-    assert global_norm(state.grad, [slabs[0]], others) == pytest.approx(global_norm(state.grad, slabs), rel=1e-15)
+    other = sum_squares(state.grad, [slabs[1]])
+    assert global_norm(state.grad, [slabs[0]], lambda own: (own, other)) == pytest.approx(
+        global_norm(state.grad, slabs), rel=1e-15
+    )
 
 
 def test_small_gradients_do_not_vanish_in_the_norm() -> None:

@@ -47,12 +47,12 @@ def test_an_infeasible_plan(tmp_path: Path) -> None:
 
 def test_another_backend(tmp_path: Path) -> None:
     plan = tiny_plan()
-    train = plan.processes["train"].model_copy(update={"engine": "megatron"})
+    rollout = plan.processes["rollout"].model_copy(update={"engine": "vllm"})
     plan = plan.model_copy(
-        update={"processes": {**plan.processes, "train": train}, "not_executable": ("engine megatron",)}
+        update={"processes": {**plan.processes, "rollout": rollout}, "not_executable": ("engine vllm",)}
     )
-    refused(plan, RunError, r"backend megatron is not implemented yet for run \(train\)", tmp_path / "r")
-    refused(plan, RunError, r"no backend executes this plan: engine megatron", tmp_path / "r")
+    refused(plan, RunError, r"backend vllm is not implemented yet for run \(rollout\)", tmp_path / "r")
+    refused(plan, RunError, r"no backend executes this plan: engine vllm", tmp_path / "r")
 
 
 def test_a_model_cut_over_ranks_is_not_for_the_host_backend(tmp_path: Path) -> None:

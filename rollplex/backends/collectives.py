@@ -94,6 +94,10 @@ class Groups:
             with _waiting(f"{name} group {self.members[name]}"):
                 dist.all_gather(list(slabs), slabs[self.place(name)], group=self._groups[name])
 
+    def handle(self, name: str) -> dist.ProcessGroup | None:
+        """The group as torch has it, for an engine that sends by itself; None for a rank alone."""
+        return self._groups.get(name)
+
     def close(self) -> None:
         """Leave all groups."""
         if self._groups or dist.is_initialized():

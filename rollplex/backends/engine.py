@@ -39,6 +39,8 @@ class TrainedState:
 
     `current(name)` is gradients, master or moments as one flat tensor of `dtype`, wherever the plan has it now (it may
     be longer than needed: pages). `weights[name]` are the parameters that engines read: there a cast result goes.
+    `counted` are the parameters whose gradient this rank counts in the norm; `sums(x)` are the x of all ranks that hold
+    parts of one model.
     """
 
     role: str
@@ -46,6 +48,8 @@ class TrainedState:
     dtype: torch.dtype
     weights: Mapping[str, Tensor]
     current: Callable[[str], Tensor]
+    counted: frozenset[str]
+    sums: Callable[[float], list[float]]
 
 
 class Objects(Protocol):

@@ -32,6 +32,8 @@ class EngineFacts(Protocol):
     rolls_out: bool
     runs: bool
     """Whether `rollplex run` can execute on it."""
+    on_cpu: bool
+    """Whether it also runs as CPU processes, in a job whose `cluster.gpu` is cpu."""
     whole_sequences: bool
     """Whether it runs every response with its prompt before it, on weights that no other engine reads."""
     overlaps_update: bool

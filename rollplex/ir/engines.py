@@ -42,6 +42,11 @@ def can(facts: Any, work: Work) -> bool:
     return bool(getattr(facts, _DOES[work], False))
 
 
+def runs(name: str, cpu: bool) -> bool:
+    """Whether `rollplex run` executes an engine where its job is: on GPUs, or as `cpu` processes."""
+    return is_so(name, "on_cpu" if cpu else "runs")
+
+
 def is_so(name: str, trait: str) -> bool:
     """Whether an engine's facts say so of it; not where there is no such engine, which is told elsewhere."""
     try:

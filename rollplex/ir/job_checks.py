@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, cast
 
-from rollplex.ir.engines import Work, can, engine, engine_names
+from rollplex.ir.engines import Work, can, engine, engine_names, is_so
 from rollplex.ir.errors import JobError, PluginError
 from rollplex.ir.findings import Finding, KeyPath
 from rollplex.ir.lora_checks import lora_rules
@@ -118,10 +118,6 @@ def _roles(job: Job) -> Iterator[Finding]:
         yield Finding(("roles", name, "rollout"), what, uses=(("roles", policies[0]),))
 
 
-ON_CPU = ("host", "megatron")
-"""Engines that run on a CPU: Megatron-Core over gloo trains there too."""
-
-
 def _engines(job: Job) -> Iterator[Finding]:
     for path, section in _sections(job):
         yield from _engine(job, (*path, "engine"), section)
@@ -142,7 +138,7 @@ def _engine(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
         fit = False
     if not fit:
         yield Finding(path, f"no {work} engine `{name}`", "one of " + ", ".join(engine_names(work)))
-    elif (name not in ON_CPU) if job.on_host else (name == "host"):
+    elif not is_so(name, "on_cpu") if job.on_host else name == "host":
         default = type(section).model_fields["engine"].default
         hint = "engine: host" if job.on_host else f"engine: {default}, or cluster.gpu: cpu"
         yield Finding(path, f"engine {name} cannot run on {job.cluster.gpu}", hint, (("cluster", "gpu"),))

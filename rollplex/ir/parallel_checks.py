@@ -31,6 +31,7 @@ def degrees(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
     yield from _data_parallel(job, path, section)
     yield from _vocabulary(job, path, section)
     yield from _host(job, path, section)
+    yield from _megatron_on_cpu(job, path, section)
     yield from _whole_sequences(job, path, section)
 
 
@@ -172,6 +173,23 @@ def _host(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
     for key, value, hint in (("recompute", "selective", "none or full"), ("attention", "unfused", "flash")):
         if getattr(role, key) == value:
             yield Finding(("roles", path[1], key), f"engine host has no {key} {value}", hint, ((*path, "engine"),))
+
+
+def _megatron_on_cpu(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
+    """What the megatron backend does not run yet as CPU processes."""
+    if section.engine != "megatron" or not job.on_host:
+        return
+    for key in ("pipeline_parallel", "context_parallel", "expert_parallel", "distributed_optimizer"):
+        if getattr(section, key) != type(section).model_fields[key].default:
+            yield Finding((*path, key), f"engine megatron has no {key} on cpu", "leave it out", (("cluster", "gpu"),))
+    if section.sequence_parallel and section.tensor_parallel > 1:
+        what = "engine megatron has no sequence parallelism on cpu"
+        yield Finding((*path, "sequence_parallel"), what, "sequence_parallel: false", (("cluster", "gpu"),))
+    role = job.roles[str(path[1])]
+    for key, value, hint in (("recompute", "selective", "none or full"), ("attention", "unfused", "flash")):
+        if getattr(role, key) == value:
+            what = f"engine megatron has no {key} {value} on cpu"
+            yield Finding(("roles", path[1], key), what, hint, ((*path, "engine"),))
 
 
 FSDP = "fsdp"

@@ -54,6 +54,7 @@ class Work:
     sequences: int = 1
     before: int = 0
     others: int = 0
+    on_cpu: bool = False
 
     @property
     def context(self) -> int:
@@ -141,6 +142,7 @@ def role_work(job: Job, role: str) -> Work:
         adapters=trained_spec(job, role).adapters,
         steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
         by_heads=job.whole_sequences(role),
+        on_cpu=job.on_host,
     )
 
 

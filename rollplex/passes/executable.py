@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollplex.backends.facts import load_facts
+from rollplex.ir.engines import runs
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.passes.schedule import Schedule
@@ -18,7 +18,7 @@ def not_executable(module: Module) -> tuple[str, ...]:
     job = module.job
     engines = {job.trainer(name).engine for name in job.roles}
     engines |= {r.rollout.engine for r in job.roles.values() if r.rollout}
-    found = [f"engine {e}" for e in sorted(engines) if not load_facts(e).runs]
+    found = [f"engine {e}" for e in sorted(engines) if not runs(e, job.on_host)]
     found += [f"{role} {what}" for role in job.roles for what in unrun_features(job, role)]
     found += list(_of_ranks(job))
     if job.schedule in ("naive", "disaggregated") or job.ablate:
@@ -31,10 +31,12 @@ def not_executable(module: Module) -> tuple[str, ...]:
 
 
 def _of_ranks(job: Job) -> Iterator[str]:
-    """Ranks that the host backend cannot be."""
+    """Ranks that no backend can be: of those that run, Megatron alone cuts a model, and it trains."""
     if job.cluster.nodes > 1:
         yield f"{job.cluster.nodes} nodes: all ranks run on one machine"
-    cut = max(job.rollout_tp, *(job.trainer(name).tensor_parallel for name in job.roles))
+    trainers = [job.trainer(name) for name in job.roles]
+    whole = [t.tensor_parallel for t in trainers if not (job.on_host and t.engine == "megatron")]
+    cut = max([job.rollout_tp, *whole])
     if cut > 1:
         yield f"tensor_parallel {cut}: the host backend runs whole models"
 

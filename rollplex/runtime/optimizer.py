@@ -105,9 +105,11 @@ def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab]) -> float:
     )
 
 
-def global_norm(grad: torch.Tensor, slabs: Iterable[Slab], others: Iterable[float] = ()) -> float:
-    """The gradient's norm; `others` are the sums of squares of the other ranks' parts (each parameter counted once)."""
-    return math.sqrt(math.fsum([sum_squares(grad, slabs), *others]))
+def global_norm(
+    grad: torch.Tensor, slabs: Iterable[Slab], gather: Callable[[float], Iterable[float]] = lambda own: (own,)
+) -> float:
+    """The gradient's norm; `gather` gives the sums of squares of all ranks' parts (each parameter counted once)."""
+    return math.sqrt(math.fsum(gather(sum_squares(grad, slabs))))
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:

@@ -16,7 +16,7 @@ from rollplex.ir.steps import Exchange, Rebuild
 from rollplex.runtime.feed import Feed, parameters_of
 
 HOST_FUNCTION = Callable[..., Any]
-RUNS_HERE = "host"
+RUNS_HERE = ("host", "megatron")
 DTYPES = ("float32", "float64")
 
 
@@ -37,13 +37,13 @@ def check_plan(plan: Plan) -> None:
 
 def _not_executable(plan: Plan) -> Iterator[Problem]:
     for kind, process in plan.processes.items():
-        if kind != "controller" and process.engine != RUNS_HERE:
+        if kind != "controller" and process.engine not in RUNS_HERE:
             yield Problem(
                 f"backend {process.engine} is not implemented yet for run ({kind})",
                 plan.algorithm,
                 "set the roles' engines to host and cluster.gpu to cpu, or inspect the plan with `compile --plan-only`",
             )
-        elif kind != "controller" and process.tensor_parallel != 1:
+        elif process.engine == "host" and process.tensor_parallel != 1:
             what = f"backend host runs whole models, the plan cuts them over {process.tensor_parallel} {kind} ranks"
             yield Problem(what, plan.algorithm)
     dtype = plan.job["model"]["dtype"]
@@ -54,6 +54,8 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
         yield Problem(f"no backend executes this plan: {feature}", plan.algorithm)
     for kind, program in plan.programs.items():
         for step in program:
+            if plan.processes[kind].engine == "megatron":
+                continue
             if isinstance(step, Rebuild) or (isinstance(step, Exchange) and step.group != "dp"):
                 yield Problem(f"backend host does not execute `{step.kind} {step.object}` ({kind})", plan.algorithm)
 

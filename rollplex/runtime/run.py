@@ -22,6 +22,7 @@ from rollplex.backends.host.ledger import Ledger
 from rollplex.backends.host.table import HOST
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
+from rollplex.ir.placement import training_seat
 from rollplex.ir.plan import Plan
 from rollplex.runtime.background import BackgroundTasks
 from rollplex.runtime.controller import Controller
@@ -36,8 +37,6 @@ from rollplex.runtime.protocol import Ask, ProcessId
 from rollplex.runtime.report import MemoryLog, Report, measured_overlap, times_by_window, write_report
 from rollplex.runtime.rundir import run_directory
 from rollplex.runtime.trace import write_trace
-
-TRAIN = ProcessId("train", 0)
 
 
 @dataclass(frozen=True)
@@ -161,10 +160,14 @@ class _Run:
     def _save(self, controller: Controller) -> Path:
         """The actor as a Hugging Face directory: written beside its place, then renamed, so that it is whole or not."""
         partial, final = self.out_dir / "final.partial", self.out_dir / "final"
-        controller.ask(Ask("save", str(partial)), of=lambda process: process == TRAIN)
+        controller.ask(Ask("save", str(partial)), of=self._holds_a_part)
         self.feed.maker.tokenizer.save_pretrained(str(partial))
         partial.rename(final)
         return final
+
+    def _holds_a_part(self, process: ProcessId) -> bool:
+        """Whether it is a rank of the first copy of the model: each has a part of it."""
+        return process.kind == "train" and training_seat(self.job, process.rank).copy == 0
 
     def _write(self, controller: Controller) -> None:
         """What is known now; the first iteration, in which workspaces are measured, is left out of the times."""

@@ -45,7 +45,8 @@ class StreamedUpdate:
 
     def norm(self) -> float:
         """The gradient's global norm; sets the scale that clips every chunk of this step."""
-        norm = global_norm(self._flat("gradients"), self.slabs)
+        counted = [slab for slab in self.slabs if slab.name in self.trained.counted]
+        norm = global_norm(self._flat("gradients"), counted, self.trained.sums)
         self._scale = clip_scale(norm, self.options.clip_norm)
         self.metrics = {"grad_norm": norm, "clip_scale": self._scale}
         return norm

@@ -78,6 +78,7 @@ class FsdpFacts:
     trains: bool = True
     rolls_out: bool = False
     runs: bool = False
+    on_cpu: bool = False
     whole_sequences: bool = True
     overlaps_update: bool = False
     transposed: frozenset[str] = frozenset()

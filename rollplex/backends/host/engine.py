@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rollplex.backends.collectives import Groups
 from rollplex.backends.engine import Engine
+from rollplex.backends.host.planned import PlannedObjects
+from rollplex.backends.host.replica import Replica
 from rollplex.backends.host.roller import RolloutEngine
 from rollplex.backends.host.trainer import TrainEngine
 from rollplex.ir.job import Job
@@ -18,5 +20,10 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
     """The engine of one process; `fds` are the ledgers of its device and of the host, ranks meet in `meeting`."""
     process, here = f"{kind} {rank}", seat(job, kind, rank)
     groups = Groups.join(job, kind, rank, plan.processes[kind].ranks, meeting)
-    engine = TrainEngine if kind == "train" else RolloutEngine
-    return engine(plan, job, here, groups, process, fds)
+    if kind == "rollout":
+        return RolloutEngine(plan, job, here, groups, process, fds)
+
+    def make(role: str, objects: PlannedObjects) -> Replica:
+        return Replica(job, role, objects, trained=role == job.policy)
+
+    return TrainEngine(plan, job, here, groups, process, fds, make)

@@ -20,6 +20,7 @@ class HostFacts:
     trains: bool = True
     rolls_out: bool = True
     runs: bool = True
+    on_cpu: bool = True
     whole_sequences: bool = False
     overlaps_update: bool = False
     transposed: frozenset[str] = frozenset({"o", "down"})

@@ -8,7 +8,7 @@ master, moments, gradients      trained parameters, language first: the flat ord
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,18 @@ PREFIXES: dict[Part, tuple[str, ...]] = {
 LANGUAGE = "model.language_model."
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 INITIAL_STD = 0.02
+
+
+def weight_objects(job: Job, role: str, has: Callable[[str], bool]) -> dict[Part, str]:
+    """The planned objects of a role's weights in one process, of those that it `has`.
+
+    The policy's language weights are `ROLE.snapshot`, those of a frozen role `ROLE.weights`; a role without a tower of
+    its own reads the policy's.
+    """
+    language = f"{role}.snapshot" if role == job.policy else f"{role}.weights"
+    tower = f"{role}.vision" if has(f"{role}.vision") else f"{job.policy}.vision"
+    names: dict[Part, str] = {"language": language, "vision": tower}
+    return {part: name for part, name in names.items() if has(name)}
 
 
 def tensors_of(job: Job, part: Part) -> tuple[spec.Tensor, ...]:
@@ -69,11 +81,11 @@ def fill(into: Mapping[str, Tensor], job: Job) -> None:
         load_weights(job.run.weights, into)
         return
     for name, view in into.items():
-        view.copy_(_drawn(name, view.shape, job.run.seed))
+        view.copy_(drawn(name, view.shape, job.run.seed))
 
 
-def _drawn(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """As transformers initialises: normal, norms one, biases zero; each tensor from a generator of its own."""
+def drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """A tensor as transformers initialises it: normal, norms one, biases zero; each from a generator of its own."""
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))

@@ -143,7 +143,7 @@ class PlannedObjects:
         places = [self.slot(name, source.dtype)] if self.on_host(name) else []
         places += [self.pages(name, source.dtype)] if self.mapped(name) else []
         for place in places:
-            place.copy_(source[: len(place)])
+            place[: len(source)].copy_(source)
         if self.on_host(name):
             self._store.filled(name, step="start")
 

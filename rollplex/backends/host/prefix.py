@@ -8,8 +8,9 @@ prefix_backward(result, kv_grads)                                     language p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ def boundary_shape(config: Mapping[str, Any], prefix_tokens: int, tp: int = 1) -
     )
 
 
+Forward = Callable[["Capture", bool], None]
+"""Runs a prompt's prefix through an engine's layers, which hand the capture their keys and values; may recompute."""
+
+
 @dataclass
 class PrefixResult:
     """One prompt's prefix, materialised: `kv` [layers, 2, kv_heads, prefix, head_dim] is the filled part of the slot.
@@ -43,10 +48,11 @@ class PrefixResult:
     Attached results also hold what the backward starts from: gradient edges, never a second copy of keys or values.
     """
 
-    model: HostModel
+    model: Any
     prompt: Prompt
     kv: Tensor
     saved: SavedPolicy
+    forward: Forward
     edges: list[GradientEdge | None] = field(default_factory=list)
     state: SavedState | None = None
     attached: bool = False
@@ -64,15 +70,21 @@ def run_prefix(
 
     Raises OutOfMemory when the prompt is longer than the slot or its saved state larger than the policy's pool.
     """
+    return materialise(model, prompt, slot, partial(_forward, model, prompt), attached=attached, saved=saved)
+
+
+def materialise(
+    model: Any, prompt: Prompt, slot: Tensor, forward: Forward, *, attached: bool, saved: SavedPolicy | None
+) -> PrefixResult:
+    """`run_prefix` of whichever engine `forward` runs; `model.parameters()` are weights, which are not saved state."""
     policy = saved or SavedPolicy()
     kv = _filled_part(slot, prompt)
-    keep_graph = attached and policy.where != "dropped"
-    result = PrefixResult(model, prompt, kv, policy, attached=attached)
-    if keep_graph:
+    result = PrefixResult(model, prompt, kv, policy, forward, attached=attached)
+    if attached and policy.where != "dropped":
         _run_attached(result, kv)
     else:
         with torch.no_grad():
-            _forward(model, prompt, _Capture(kv, kv.shape[0]))
+            forward(Capture(kv, kv.shape[0]), False)
     return result
 
 
@@ -121,20 +133,24 @@ def _filled_part(slot: Tensor, prompt: Prompt) -> Tensor:
 
 
 def _run_attached(result: PrefixResult, kv: Tensor | None) -> None:
-    model, prompt = result.model, result.prompt
+    prompt = result.prompt
     inputs = [t for t in (prompt.input_ids, prompt.pixel_values) if t is not None]
-    state = SavedState(result.saved, AddressRanges([*model.parameters(), *inputs]), prompt.row)
-    capture = _Capture(kv, len(model.model.language_model.layers))
-    set_recompute(model, result.saved.recompute == "full")
-    try:
-        with state.hooks(), torch.enable_grad():
-            _forward(model, prompt, capture)
-    finally:
-        set_recompute(model, False)
+    state = SavedState(result.saved, AddressRanges([*result.model.parameters(), *inputs]), prompt.row)
+    capture = Capture(kv, result.kv.shape[0])
+    with state.hooks(), torch.enable_grad():
+        result.forward(capture, result.saved.recompute == "full")
     result.edges, result.state = capture.edges, state
 
 
-def _forward(model: HostModel, prompt: Prompt, capture: _Capture) -> None:
+def _forward(model: HostModel, prompt: Prompt, capture: Capture, recompute: bool) -> None:
+    set_recompute(model, recompute)
+    try:
+        _run_layers(model, prompt, capture)
+    finally:
+        set_recompute(model, False)
+
+
+def _run_layers(model: HostModel, prompt: Prompt, capture: Capture) -> None:
     """Language layers over the prefix; of the last layer only keys and values are needed, so the rest is not run."""
     language = model.model.language_model
     hidden = embed_prompt(model, prompt, prompt.prefix_tokens)
@@ -145,7 +161,7 @@ def _forward(model: HostModel, prompt: Prompt, capture: _Capture) -> None:
     last.self_attn(last.input_layernorm(hidden), attention_mask=None, position_embeddings=rotary, io=capture)
 
 
-class _Capture:
+class Capture:
     """Copies each layer's keys and values out and remembers where their gradients enter the graph.
 
     A checkpointed layer comes here again in the backward; by then the slot may belong to someone else, so only the

@@ -2,31 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
 from torch import Tensor
 
+from rollplex.backends.collectives import Groups
 from rollplex.backends.host.model import HostModel, bind, build_model, freeze
-from rollplex.backends.host.placement import DTYPES, PARTS, PREFIXES, config_of, views
+from rollplex.backends.host.placement import (
+    DTYPES,
+    PARTS,
+    PREFIXES,
+    config_of,
+    fill,
+    split,
+    tensors_of,
+    trained_tensors,
+    views,
+    weight_objects,
+)
 from rollplex.backends.host.planned import PlannedObjects
+from rollplex.backends.host.prefix import PrefixResult, boundary_shape, prefix_backward, run_prefix
+from rollplex.backends.host.prompts import Prompt
+from rollplex.backends.host.saved import SavedPolicy
+from rollplex.backends.host.suffix import suffix_logprobs
+from rollplex.backends.host.weights import save_weights
 from rollplex.ir.job import Job
 from rollplex.ir.spec import Part
 
 
 class Replica:
-    """Weights and model of one role in the training rank; `trained` says whether gradients are wanted.
+    """`RoleModel` of one rank that has all of a role's weights; `trained` says whether gradients are wanted.
 
-    The policy's language weights are `ROLE.snapshot`, those of a frozen role `ROLE.weights`; a role without a tower of
-    its own reads the policy's.
+    The role's planned objects hold its tensors end to end, in transformers' order.
     """
 
     def __init__(self, job: Job, role: str, objects: PlannedObjects, trained: bool) -> None:
-        self.role = role
+        self.job, self.role = job, role
         dtype = DTYPES[job.model.dtype]
-        language = f"{role}.snapshot" if role == job.policy else f"{role}.weights"
-        tower = f"{role}.vision" if objects.has(f"{role}.vision") else f"{job.policy}.vision"
-        names: dict[Part, str] = {"language": language, "vision": tower}
-        self.objects: dict[Part, str] = {part: name for part, name in names.items() if objects.has(name)}
-        self.weights: dict[str, Tensor] = views({p: objects.pages(n, dtype) for p, n in self.objects.items()}, job)
+        self.objects: dict[Part, str] = weight_objects(job, role, objects.has)
+        self.dtype = dtype
+        whole: dict[Part, Tensor] = {p: objects.pages(n, dtype) for p, n in self.objects.items()}
+        self.weights: dict[str, Tensor] = views(whole, job)
         self.model: HostModel = build_model(config_of(job), dtype)
         bind(self.model, {name: self.weights[name] for name, _ in self.model.named_parameters()})
         frozen = job.roles[role].freeze if trained else PARTS
         freeze(self.model, [prefix for part in frozen for prefix in PREFIXES[part]])
+
+    @property
+    def trained(self) -> tuple[tuple[str, int], ...]:
+        return tuple((t.name, t.numel) for t in trained_tensors(self.job, self.role))
+
+    def counted(self, name: str) -> bool:
+        return True
+
+    def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
+        return boundary_shape(config_of(self.job), prefix_tokens)
+
+    def prefix(self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None) -> PrefixResult:
+        return run_prefix(self.model, prompt, slot, attached=attached, saved=saved)
+
+    def logprobs(
+        self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], temperature: float, recompute: bool
+    ) -> Tensor:
+        return suffix_logprobs(self.model, kv, prefix.prompt, responses, temperature, recompute=recompute)
+
+    def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor) -> None:
+        prefix_backward(prefix, kv_grads)
+
+    def accumulate(self, flat: Tensor) -> None:
+        slabs = split(flat, trained_tensors(self.job, self.role))
+        for name, parameter in self.model.named_parameters():
+            if name in slabs:
+                parameter.register_post_accumulate_grad_hook(adder(slabs[name]))
+
+    def fill(self) -> None:
+        fill(self.weights, self.job)
+
+    def fill_master(self, flat: Tensor) -> None:
+        fill(split(flat, trained_tensors(self.job, self.role)), self.job)
+
+    def initial(self, part: Part) -> Tensor:
+        tensors = tensors_of(self.job, part)
+        flat = torch.empty(sum(t.numel for t in tensors), dtype=self.dtype)
+        fill(split(flat, tensors), self.job)
+        return flat
+
+    def exchange(self, groups: Groups) -> None:
+        raise AssertionError("one rank has the whole model: there is nothing to exchange")
+
+    def rebuild(self, buffer: Tensor) -> None:
+        raise AssertionError("host engines order every tensor alike")
+
+    def save(self, path: Path) -> None:
+        save_weights(path, self.weights, config_of(self.job))
+
+
+def adder(slab: Tensor) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's final gradient to its slab, and leaves the parameter none."""
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None, "the hook runs after accumulation"
+        slab.add_(parameter.grad)
+        parameter.grad = None
+
+    return add

@@ -1,4 +1,4 @@
-"""The training rank on a host: what prefix, suffix, train and prefix_backward mean.
+"""The training rank: what prefix, suffix, train and prefix_backward mean, whichever engine runs the model.
 
 prefix           prompt[:-1] through the role's model -> keys and values into its boundary slot
 suffix           last prompt token and responses over the boundary, detached -> log-probabilities
@@ -8,7 +8,7 @@ prefix_backward  the boundary's gradient through language prefix, projector and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,11 @@ from rollplex.backends.collectives import Groups
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.host.loss import StepLoss
-from rollplex.backends.host.placement import DTYPES, config_of, fill, split, trained_tensors
+from rollplex.backends.host.placement import DTYPES
 from rollplex.backends.host.planned import IDLE, PlannedObjects
-from rollplex.backends.host.prefix import PrefixResult, boundary_shape, prefix_backward, run_prefix
-from rollplex.backends.host.replica import Replica
 from rollplex.backends.host.saved import ALIGN, SavedPolicy
-from rollplex.backends.host.suffix import boundary_leaf, suffix_logprobs
-from rollplex.backends.host.weights import save_weights
+from rollplex.backends.host.suffix import boundary_leaf
+from rollplex.backends.rolemodel import Prefix, RoleModel
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
@@ -39,26 +37,31 @@ from rollplex.ir.steps import Exchange, Rebuild, Run
 class Group:
     """One prompt group between its prefix and its prefix backward."""
 
-    boundary: dict[str, PrefixResult] = field(default_factory=dict)
+    boundary: dict[str, Prefix] = field(default_factory=dict)
     kv_grad: Tensor | None = None
 
 
-class TrainEngine:
-    """`Engine` of a training rank: holds the trained role and every frozen one."""
+Make = Callable[[str, PlannedObjects], RoleModel]
 
-    def __init__(self, plan: Plan, job: Job, seat: Seat, groups: Groups, process: str, fds: Sequence[int]) -> None:
+
+class TrainEngine:
+    """`Engine` of a training rank: holds the trained role and every frozen one, each made by `make`."""
+
+    def __init__(
+        self, plan: Plan, job: Job, seat: Seat, groups: Groups, process: str, fds: Sequence[int], make: Make
+    ) -> None:
         self.plan = plan
         self.job = job
-        self._prompts, self._ranks = seat.prompts, groups
+        self._seat, self._prompts, self._ranks = seat, seat.prompts, groups
         self.role = job.policy
         self.dtype = DTYPES[job.model.dtype]
         self.state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._objects = PlannedObjects(plan, "train", process, fds)
         roles = [name for name, role in job.roles.items() if role.train or role.score]
-        self._replicas = {role: Replica(job, role, self._objects, role == self.role) for role in roles}
+        self._replicas = {role: make(role, self._objects) for role in roles}
         self._loss = StepLoss(plan, seat.prompts)
         self._groups: dict[int, Group] = {}
-        self._accumulate()
+        self._replicas[self.role].accumulate(self._objects.pages(f"{self.role}.gradients", self.state_dtype))
         self._objects.start()
         self._fill()
 
@@ -78,9 +81,10 @@ class TrainEngine:
         return {"inodes": self._objects.inodes(), "pool_locked": self._objects.pool.locked}
 
     def trained(self) -> TrainedState:
-        sizes = tuple((t.name, t.numel) for t in trained_tensors(self.job, self.role))
-        weights = {name: self._replicas[self.role].weights[name] for name, _ in sizes}
-        return TrainedState(self.role, sizes, self.state_dtype, weights, self._state)
+        model = self._replicas[self.role]
+        weights = {name: model.weights[name] for name, _ in model.trained}
+        counted = frozenset(name for name, _ in model.trained if model.counted(name))
+        return TrainedState(self.role, model.trained, self.state_dtype, weights, self._state, counted, self._sums)
 
     def begin(self, iteration: int) -> None:
         self._groups = {m: Group() for m in range(self.job.prompts_per_rank)}
@@ -91,11 +95,12 @@ class TrainEngine:
         self._groups.clear()
         self._objects.window(IDLE)
         events, marks = self._objects.take_log()
-        return EngineReport(sums={"loss": self._loss.total}, events=tuple(events), marks=tuple(marks))
+        sums = {"loss": self._loss.total} if self._seat.speaks else {}  # tensor-parallel ranks know the same loss
+        return EngineReport(sums=sums, events=tuple(events), marks=tuple(marks))
 
     def save(self, path: Path) -> None:
         try:
-            save_weights(path, self._replicas[self.role].weights, config_of(self.job))
+            self._replicas[self.role].save(path)
         except (OSError, SafetensorError) as err:
             hint = "free space on this disk, and run again"
             raise RunError(f"cannot write the weights: {err}", where=path, hint=hint) from None
@@ -126,29 +131,34 @@ class TrainEngine:
         return {name: self._loss.scored(name) for name in step.outputs}
 
     def exchange(self, step: Exchange) -> None:
-        """Gradients of all data-parallel ranks are summed: each has its prompts' part of the step's loss."""
-        assert (step.group, step.op) == ("dp", "all_reduce"), f"{step} is no exchange of whole models"
-        trained = sum(t.numel for t in trained_tensors(self.job, self.role))
+        """Gradients of all data-parallel ranks are summed: each has its prompts' part of the step's loss.
+
+        Slabs of a rollout shard are gathered from the ranks that own them.
+        """
+        model = self._replicas[self.role]
+        if (step.group, step.op) == ("q", "all_gather"):
+            return model.exchange(self._ranks)
+        assert (step.group, step.op) == ("dp", "all_reduce"), f"nobody plans {step}"
+        trained = sum(numel for _, numel in model.trained)
         self._ranks.all_reduce("dp", self._objects.current(step.object, self.state_dtype)[:trained])
 
     def rebuild(self, step: Rebuild) -> None:
-        raise AssertionError("host engines order every tensor alike")
+        self._replicas[self.role].rebuild(self._objects.pages(step.object, self.dtype))
 
     def _prefix(self, step: Run, inputs: Mapping[str, Any]) -> None:
         attached = step.role == self.role
-        result = run_prefix(
-            self._replicas[step.role].model,
+        result = self._replicas[step.role].prefix(
             inputs[self._loss.prompts][self._prompts[step.microbatch]],
             self._boundary_slot(step.role, step.microbatch),
-            attached=attached,
-            saved=self._saved_policy(step) if attached else None,
+            attached,
+            self._saved_policy(step) if attached else None,
         )
         self._groups[step.microbatch].boundary[step.role] = result
 
     def _suffix(self, step: Run, inputs: Mapping[str, Any]) -> None:
         prefix = self._groups[step.microbatch].boundary.pop(step.role)
         with torch.no_grad():
-            scores = [self._logprobs(prefix, prefix.kv, part) for part in self._parts(step, inputs)]
+            scores = [self._logprobs(step.role, prefix, prefix.kv, part) for part in self._parts(step, inputs)]
         self._loss.score(step.node, step.microbatch, torch.cat(scores, dim=1))
 
     def _train(self, step: Run, inputs: Mapping[str, Any]) -> None:
@@ -157,20 +167,20 @@ class TrainEngine:
         prefix = group.boundary[step.role]
         kv = boundary_leaf(prefix.kv)
         with torch.set_grad_enabled(len(parts) == 1):
-            logprobs = torch.cat([self._logprobs(prefix, kv, part) for part in parts], dim=1)
+            logprobs = torch.cat([self._logprobs(step.role, prefix, kv, part) for part in parts], dim=1)
         if len(parts) > 1:
             logprobs.requires_grad_()
         self._loss.backward(step.node, step.microbatch, logprobs, inputs)
         if len(parts) > 1:
             assert logprobs.grad is not None, "the loss depends on the log-probabilities"
             for part, grad in zip(parts, logprobs.grad.split([len(p) for p in parts], dim=1), strict=True):
-                self._logprobs(prefix, kv, part).backward(grad)
+                self._logprobs(step.role, prefix, kv, part).backward(grad)
         group.kv_grad = kv.grad
 
     def _prefix_backward(self, step: Run) -> None:
         group = self._groups[step.microbatch]
         assert group.kv_grad is not None, "a prefix backward follows its train step"
-        prefix_backward(group.boundary.pop(step.role), group.kv_grad)
+        self._replicas[step.role].prefix_backward(group.boundary.pop(step.role), group.kv_grad)
         group.kv_grad = None
 
     # ---- pieces
@@ -181,16 +191,15 @@ class TrainEngine:
         size = self.plan.summary.chunks.microbatch.suffix_responses
         return [responses[i : i + size] for i in range(0, len(responses), size)]
 
-    def _logprobs(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor]) -> Tensor:
+    def _logprobs(self, role: str, prefix: Prefix, kv: Tensor, responses: Sequence[Tensor]) -> Tensor:
         """[1, responses, response_tokens] under the prefix's model, in the dtype of losses."""
         recompute = prefix.attached and self.job.roles[self.role].recompute == "full"
-        temperature = self.job.run.temperature
-        found = suffix_logprobs(prefix.model, kv, prefix.prompt, responses, temperature, recompute=recompute)
+        found = self._replicas[role].logprobs(prefix, kv, responses, self.job.run.temperature, recompute)
         room = self.job.workload.response_tokens - found.shape[1]
         return torch.nn.functional.pad(found, (0, room))[None].to(self.state_dtype)
 
     def _boundary_slot(self, role: str, microbatch: int) -> Tensor:
-        shape = boundary_shape(config_of(self.job), self.job.workload.prompt_tokens)
+        shape = self._replicas[role].boundary_shape(self.job.workload.prompt_tokens)
         elements = torch.Size(shape).numel()
         flat = self._objects.pages(f"{role}.boundary", self.dtype)
         return flat[microbatch * elements : (microbatch + 1) * elements].view(shape)
@@ -213,31 +222,18 @@ class TrainEngine:
         """Gradients, master or moments where they are now."""
         return self._objects.current(f"{self.role}.{name}", self.state_dtype)
 
-    def _accumulate(self) -> None:
-        """Autograd adds each trained parameter's gradient to its slab as soon as it is final, and keeps none itself."""
-        gradients = self._objects.pages(f"{self.role}.gradients", self.state_dtype)
-        slabs = split(gradients, trained_tensors(self.job, self.role))
-        for name, parameter in self._replicas[self.role].model.named_parameters():
-            if name in slabs:
-                parameter.register_post_accumulate_grad_hook(_adder(slabs[name]))
-
     def _fill(self) -> None:
         """Initial values: the snapshot, its master copy, zero moments, and every frozen role's copy on the host."""
         policy = self._replicas[self.role]
-        fill(policy.weights, self.job)
-        fill(split(self._state("master"), trained_tensors(self.job, self.role)), self.job)
+        policy.fill()
+        policy.fill_master(self._state("master"))
         self._state("moments").zero_()
         self._objects.filled(f"{self.role}.master", f"{self.role}.moments")
         for role, replica in self._replicas.items():
             for part, name in replica.objects.items():
                 if role != self.role and name.startswith(f"{role}."):
-                    self._objects.keep_on_host(name, self._objects.pages(policy.objects[part], self.dtype))
+                    self._objects.keep_on_host(name, replica.initial(part))
 
-
-def _adder(slab: Tensor) -> Any:
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None, "the hook runs after accumulation"
-        slab.add_(parameter.grad)
-        parameter.grad = None
-
-    return add
+    def _sums(self, own: float) -> list[float]:
+        """What every rank of the tensor-parallel group has counted."""
+        return self._ranks.all_gather("tp", torch.tensor([own], dtype=torch.float64)).tolist()

@@ -1,1 +1,6 @@
 """Megatron-Core as trainer and scorer."""
+
+import warnings
+
+# At import Megatron warns of every CUDA extension that it finds none of, a page in all; none of them is used here.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rollplex.backends import activations as a
 from rollplex.backends.facts import Block
+from rollplex.backends.megatron import sizes
 from rollplex.backends.ordering import grouped
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
@@ -27,6 +28,7 @@ class MegatronFacts:
     trains: bool = True
     rolls_out: bool = False
     runs: bool = False
+    on_cpu: bool = True
     whole_sequences: bool = False
     overlaps_update: bool = True
     transposed: frozenset[str] = frozenset({"o", "down", "expert_down"})
@@ -45,6 +47,8 @@ class MegatronFacts:
 
     def prefix_saved_bytes(self, work: Work) -> int:
         """Layer inputs under recomputation, everything otherwise; the tower only where it is trained."""
+        if work.on_cpu:
+            return sizes.prefix_saved_bytes(work)
         s, tokens = work.spec, work.prefix_tokens
         layers = self._kept(work, work.context, work.layers)
         block = a.vision_input_bytes(work) if work.recompute else a.vision_block_bytes(work)
@@ -53,6 +57,8 @@ class MegatronFacts:
 
     def prefix_workspace_bytes(self, work: Work, attached: bool) -> int:
         """One layer's forward, or the tower's; an attached prefix also stages two layer inputs for the link."""
+        if work.on_cpu:
+            return sizes.prefix_workspace_bytes(work, attached)
         tokens, context = work.prefix_tokens, work.context
         staging = 2 * tokens * a.layer_input_bytes(work) if attached else 0
         full = tokens * a.layer_bytes(work, context) if attached and not work.recompute else 0
@@ -61,12 +67,16 @@ class MegatronFacts:
 
     def score_workspace_bytes(self, work: Work) -> int:
         """One layer's forward over the suffix, and the head in pieces."""
+        if work.on_cpu:
+            return sizes.score_workspace_bytes(work)
         tokens = self._suffix_tokens(work)
         layer = a.layer_forward_bytes(work, work.context + work.response_tokens)
         return tokens * layer + self._head(work, tokens) + self._sent(work, tokens)
 
     def train_activation_bytes(self, work: Work) -> int:
         """The larger of a suffix step and a prefix backward, with the boundary's gradient of one group."""
+        if work.on_cpu:
+            return sizes.train_activation_bytes(work)
         boundary = (work.prefix_tokens + work.others) * work.kv_bytes
         return max(self._suffix_step(work), self._prefix_backward(work)) + boundary
 

@@ -47,6 +47,7 @@ class VllmFacts:
     trains: bool = False
     rolls_out: bool = True
     runs: bool = False
+    on_cpu: bool = False
     whole_sequences: bool = False
     overlaps_update: bool = False
     # Fused experts assert `w2.stride(-1) == 1` and split gate and up inside their kernels.

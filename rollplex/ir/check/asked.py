@@ -13,7 +13,7 @@ from rollplex.ir.check.facts import ROLLOUT_COMPLETE, Facts
 from rollplex.ir.check.graph import is_call
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.update import LARGEST_PAGE
-from rollplex.ir.engines import engine
+from rollplex.ir.engines import runs
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.lora import lora_of, reads_base, served_bytes, trained_parts, trained_spec
@@ -175,10 +175,11 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
     """A plan for engines that nothing runs says so: `run` and the first line of the page rely on it."""
     told = facts.plan.not_executable
     sections = [s for role in job.roles.values() for s in (role.train, role.score, role.rollout) if s]
-    asked = [f"engine {e}" for e in sorted({s.engine for s in sections}) if not engine(e).runs]
+    asked = [f"engine {e}" for e in sorted({s.engine for s in sections}) if not runs(e, job.on_host)]
     if job.cluster.nodes > 1:
         asked.append(f"{job.cluster.nodes} nodes")
-    if (cut := max(s.tensor_parallel for s in sections)) > 1:
+    whole = [s for s in sections if not (job.on_host and s.engine == "megatron")]
+    if (cut := max(s.tensor_parallel for s in whole)) > 1:
         asked.append(f"tensor_parallel {cut}")
     if job.schedule in ("naive", "disaggregated") or job.ablate:
         asked.append(f"schedule {job.schedule}")

@@ -1,0 +1,27 @@
+"""The megatron backend's entry: the engine of a training rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollplex.backends.collectives import Groups
+from rollplex.backends.engine import Engine
+from rollplex.backends.host.planned import PlannedObjects
+from rollplex.backends.host.trainer import TrainEngine
+from rollplex.backends.megatron.replica import Replica
+from rollplex.ir.job import Job
+from rollplex.ir.placement import seat
+from rollplex.ir.plan import Plan
+
+
+def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meeting: Path) -> Engine:
+    """The engine of one process; `fds` are the ledgers of its device and of the host, ranks meet in `meeting`."""
+    assert kind == "train", f"megatron is no engine of a {kind} rank"
+    here = seat(job, kind, rank)
+    groups = Groups.join(job, kind, rank, plan.processes[kind].ranks, meeting)
+
+    def make(role: str, objects: PlannedObjects) -> Replica:
+        return Replica(plan, job, here, groups, role, objects)
+
+    return TrainEngine(plan, job, here, groups, f"{kind} {rank}", fds, make)

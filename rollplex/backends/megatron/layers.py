@@ -1,0 +1,53 @@
+"""The layer that tower and language model share: Megatron's TransformerLayer of its torch parts, with our attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_Layer: Any = TransformerLayerSubmodules  # Megatron's annotations are narrower than what it takes
+_Heads: Any = SelfAttentionSubmodules
+
+
+def layer_spec(attention: type, core: type, proj: type, fc1: type, fc2: type) -> ModuleSpec:
+    """A layer of these modules; QKV is always one column-parallel linear."""
+    heads = _Heads(linear_qkv=ColumnParallelLinear, core_attention=core, linear_proj=proj)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=_Layer(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=ModuleSpec(
+                module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=heads
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def run_layers(layers: Iterable[Any], hidden: Tensor, masks: Iterable[Any], rotary: Tensor, recompute: bool) -> Tensor:
+    """[s, b, h] through the layers, each with its mask; `recompute` keeps only their inputs for the backward.
+
+    The checkpoint is the non-reentrant one: inside Megatron's own, keys and values would be cut off from the graph.
+    """
+    for layer, mask in zip(layers, masks, strict=True):
+        call = partial(layer, attention_mask=mask, rotary_pos_emb=rotary)
+        if recompute:
+            hidden, _ = checkpoint(call, hidden, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden, _ = call(hidden)
+    return hidden

@@ -1,0 +1,140 @@
+"""Qwen2.5-VL of Megatron-Core's modules: a GPTModel with mrope cut over a group, a tower repeated on every rank.
+
+model = build_model(spec, torch.float32, group, stored)     parameters on the meta device: nothing is allocated
+bind(model, views)                                            every parameter is a view of memory of the caller
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+
+from rollplex.backends.host.prompts import Prompt
+from rollplex.backends.megatron.attention import SharedPrefixAttention
+from rollplex.backends.megatron.groups import Alone, Group, groups_of, start_alone
+from rollplex.backends.megatron.layers import layer_spec, run_layers
+from rollplex.backends.megatron.linears import SplitGateUp, TransposedRowParallel
+from rollplex.backends.megatron.names import Stored
+from rollplex.backends.megatron.settings import language_settings, parse
+from rollplex.backends.megatron.tower import Tower
+from rollplex.ir.errors import JobError
+from rollplex.ir.spec import ModelSpec
+
+
+class MegatronQwen(nn.Module):
+    """The tower and the language model of one rank; hidden states are [tokens, 1, hidden], the same on every rank."""
+
+    def __init__(self, parsed: Any, padded_vocab: int, dtype: torch.dtype, group: Group, stored: Stored) -> None:
+        super().__init__()
+        self.parsed = parsed
+        self.group = group
+        self.dtype = dtype
+        self.language = _language(parsed, padded_vocab, dtype, group, stored)
+        self.vision = Tower(parsed, dtype)
+
+    @property
+    def layers(self) -> list[Any]:
+        """The language layers."""
+        return list(self.language.decoder.layers)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings [tokens, 1, hidden] of ids [tokens]."""
+        return self.language.embedding.word_embeddings(ids[None]).transpose(0, 1)
+
+    def embed_prompt(self, prompt: Prompt, tokens: int, recompute: bool = False) -> Tensor:
+        """Embeddings of the first tokens, vision features in their places."""
+        ids = prompt.input_ids[:tokens]
+        hidden = self.embed(ids)
+        if prompt.pixel_values is None or prompt.grid_thw is None:
+            return hidden
+        features = self.vision(prompt.pixel_values, prompt.grid_thw, recompute)
+        pad = self.parsed.video_token_id if prompt.modality == "video" else self.parsed.image_token_id
+        return hidden.masked_scatter((ids == pad)[:, None, None], features)
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """Rotary angles of mrope positions [3, tokens]."""
+        return self.language.rotary_pos_emb(positions[:, None], self.language.mrope_section)
+
+    def decode(self, hidden: Tensor, positions: Tensor, mask: Any, recompute: bool = False) -> Tensor:
+        """All language layers and the final norm."""
+        masks = [mask] * len(self.layers)
+        hidden = run_layers(self.layers, hidden, masks, self.angles(positions), recompute)
+        return self.language.decoder.final_layernorm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This rank's columns of the logits [tokens, padded vocabulary / tp]; they are never gathered."""
+        tied = self.language.embedding.word_embeddings.weight if self.parsed.tie_word_embeddings else None
+        return self.language.output_layer(hidden, weight=tied)[0][:, 0]
+
+
+def build_model(
+    spec: ModelSpec, dtype: torch.dtype, group: Group | None = None, stored: Stored | None = None
+) -> MegatronQwen:
+    """One rank's model from the config.json that `spec` was read from, every parameter on the meta device in `dtype`.
+
+    `group` is the tensor-parallel group, None for a rank alone. JobError for what the backend cannot run.
+    """
+    start_alone()
+    parsed, tp = parse(spec.config), group or Alone()
+    vocab = _cut(spec, tp.size())
+    with torch.device("meta"), _cpu_where_there_is_no_gpu():
+        model = MegatronQwen(parsed, vocab, dtype, tp, stored or Stored())
+    for module in model.modules():
+        for leaf, old in module._parameters.items():
+            if old is not None:  # norms ignore the dtype they are told
+                module._parameters[leaf] = nn.Parameter(old.to(dtype))
+    return model.train()
+
+
+def _cut(spec: ModelSpec, tp: int) -> int:
+    """Rows of embedding and head over all ranks; JobError for a degree that this backend does not cut into."""
+    obstacles = [*spec.tp_obstacles(tp)]
+    if tp > spec.kv_heads and not obstacles:
+        obstacles = [f"the {spec.kv_heads} KV heads: the megatron backend repeats none"]
+    if obstacles:
+        degrees = ", ".join(str(n) for n in spec.legal_tp() if n <= spec.kv_heads)
+        raise JobError(
+            f"tensor_parallel {tp} does not divide {'; '.join(obstacles)}",
+            hint=f"this model trains at tensor_parallel {degrees}",
+        )
+    return spec.padded_vocab(tp)
+
+
+def _language(parsed: Any, padded_vocab: int, dtype: torch.dtype, group: Group, stored: Stored) -> Any:
+    proj, fc2 = (TransposedRowParallel if k in stored.transposed else RowParallelLinear for k in ("o", "down"))
+    fc1 = SplitGateUp if stored.split_gate_up else ColumnParallelLinear
+    spec = layer_spec(SelfAttention, SharedPrefixAttention, proj, fc1, fc2)
+    text = parsed.text_config
+    norm: Any = WrappedTorchNorm
+    block: Any = TransformerBlockSubmodules([spec] * text.num_hidden_layers, norm)
+    return GPTModel(
+        language_settings(parsed, dtype, group.size()),
+        block,
+        vocab_size=padded_vocab,
+        max_sequence_length=text.max_position_embeddings,
+        share_embeddings_and_output_weights=parsed.tie_word_embeddings,
+        position_embedding_type="mrope",
+        rotary_base=text.rope_parameters["rope_theta"],
+        pg_collection=groups_of(group),
+    )
+
+
+@contextmanager
+def _cpu_where_there_is_no_gpu() -> Iterator[None]:
+    """Megatron makes its rotary frequencies on the current CUDA device, whatever it is told."""
+    real: Any = torch.cuda.current_device
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: "cpu"  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = real

@@ -1,0 +1,83 @@
+"""What work takes where Megatron's modules run as CPU processes: arithmetic, no engine imported.
+
+Saved of an attached prefix
+
+per token of a language layer on one of t ranks (bytes are elements x itemsize; `wide` = at least float32)
+    norms        2 x (input, normalised [hidden, wide], scaled)                        2 wide + 2 hidden wide + 4 hidden
+    attention    the fused projection that holds the value; rotated query and key; output; log-sum-exp
+                 cosine and sine, made again for query and for key                     4 head_dim
+    mlp          gate and up, silu(gate), up + 0, product                              5 ffn / t
+per patch of a tower block, whole on every rank: the same, with the biases' linears; two indices say its window
+
+Unlike a GPU's fused kernels, Megatron's torch parts add an offset of zero to `up`, which autograd keeps, and rotate by
+angles that each layer turns into cosines anew. Workspaces are those of the host engine with five tensors as wide as the
+MLP for its four; a share of them would do for each of several ranks. All figures are upper bounds for one prompt.
+"""
+
+from __future__ import annotations
+
+from rollplex.backends.host import sizes as host
+from rollplex.backends.host.sizes import ALIGN, STORAGES_A_LAYER
+from rollplex.ir.spec import VisionSpec
+from rollplex.ir.work import Work
+
+
+def prefix_saved_bytes(work: Work) -> int:
+    """Saved state of one attached prefix; with recompute only what checkpoints keep."""
+    s, tokens = work.spec, work.prompt_tokens
+    layer = s.hidden * work.itemsize if work.recompute else layer_saved_bytes(work)
+    tower = work.patches * _patch(work, s.vision) if s.vision and work.vision_grad else 0
+    rotary = 2 * s.head_dim * max(work.itemsize, 4)
+    depth = s.layers + (s.vision.depth if s.vision and work.vision_grad else 0)
+    storages = depth + 2 * STORAGES_A_LAYER if work.recompute else STORAGES_A_LAYER * (depth + 1)
+    return tower + tokens * ((s.layers - 1) * layer + _last_layer(work) + rotary) + ALIGN * storages
+
+
+def prefix_workspace_bytes(work: Work, attached: bool) -> int:
+    """Temporaries of one prefix forward."""
+    return _wider(host.prefix_workspace_bytes(work, attached))
+
+
+def score_workspace_bytes(work: Work) -> int:
+    """Temporaries of one suffix forward without gradients."""
+    return _wider(host.score_workspace_bytes(work))
+
+
+def train_activation_bytes(work: Work) -> int:
+    """Suffix step, and prefix backward with everything made again: their sum, more than either needs."""
+    return _wider(host.suffix_train_bytes(work) + host.prefix_backward_bytes(work))
+
+
+def _wider(nbytes: int) -> int:
+    return nbytes * 5 // 4
+
+
+def layer_saved_bytes(work: Work) -> int:
+    """Saved for the backward by one language layer, for one token."""
+    s, e = work.spec, work.itemsize
+    q, kv = s.heads * s.head_dim // work.tp, s.kv_heads_per_rank(work.tp) * s.head_dim
+    attention = 3 * q + 3 * kv + s.heads // work.tp + 4 * s.head_dim
+    return 2 * _norm(s.hidden, e) + (attention + 5 * s.ffn // work.tp) * e
+
+
+def _norm(width: int, itemsize: int) -> int:
+    wide = max(itemsize, 4)
+    return wide + width * wide + 2 * width * itemsize
+
+
+def _last_layer(work: Work) -> int:
+    """One norm, the projections and the unused output projection's input; the vision mask's byte."""
+    s, e = work.spec, work.itemsize
+    q, kv = s.heads * s.head_dim // work.tp, s.kv_heads_per_rank(work.tp) * s.head_dim
+    return _norm(s.hidden, e) + (3 * q + 3 * kv + 4 * s.head_dim) * e + 1 + 8
+
+
+def _patch(work: Work, v: VisionSpec) -> int:
+    """Saved by the tower and its projector, for one patch."""
+    e, wide = work.itemsize, max(work.itemsize, 4)
+    head_dim = v.hidden // v.heads
+    attention = 6 * v.hidden + v.heads + 4 * head_dim
+    block = 2 * _norm(v.hidden, e) + (attention + 5 * v.ffn) * e + 2 * 8
+    pixels = 0 if e == 4 else v.channels * v.temporal_patch * v.patch**2 * e  # another dtype makes a copy of them
+    projector = _norm(v.hidden, e) + 4 * v.hidden * e + 2 * 8
+    return v.depth * (v.hidden * e if work.recompute else block) + pixels + 2 * head_dim * wide + projector

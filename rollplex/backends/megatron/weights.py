@@ -1,0 +1,121 @@
+"""Weights between a Hugging Face directory and the ranks of a Megatron model, and anything else shaped like weights.
+
+directory -> rank       each rank reads its own rows and columns, nothing else
+ranks -> directory      parameter by parameter to the first rank, which writes what transformers loads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollplex.backends.host import weights as host
+from rollplex.backends.megatron.groups import Group
+from rollplex.backends.megatron.names import Parameter, Piece, Stored, parameters, rows
+from rollplex.ir.errors import JobError, Problem
+from rollplex.ir.spec import ModelSpec
+
+Read = Callable[[Piece], Tensor]
+
+
+@torch.no_grad()
+def fill(order: Iterable[Parameter], views: Mapping[str, Tensor], read: Read) -> None:
+    """Give every parameter its values: `read(piece)` are the rows of a Hugging Face tensor; padding becomes zero."""
+    for parameter in order:
+        view = views[parameter.name]
+        if not parameter.pieces or sum(p.stop - p.start for p in parameter.pieces) < view.shape[_axis(parameter)]:
+            view.zero_()
+        for piece in parameter.pieces:
+            rows(parameter, piece, view).copy_(read(piece))
+
+
+def load_weights(directory: str | Path, order: Sequence[Parameter], views: Mapping[str, Tensor]) -> None:
+    """Fill a rank's parameters from the directory's safetensors files, cast to the views' dtype.
+
+    JobError lists all missing tensors and those that are too small at once. Tensors that nobody needs are ignored.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise JobError("no .safetensors file here", where=directory, hint="save the model with save_pretrained")
+    try:
+        where = {host.memory_name(key): (file, key) for file in files for key in _keys(file)}
+        problems = list(_problems(order, where, str(directory)))
+        if problems:
+            raise JobError(*problems[:20])
+        fill(order, views, lambda piece: _read(*where[piece.source], piece))
+    except (SafetensorError, OSError) as err:
+        raise JobError(f"cannot read the weights: {err}", where=directory) from None
+
+
+def save_weights(
+    directory: str | Path,
+    spec: ModelSpec,
+    stored: Stored,
+    views: Mapping[str, Tensor],
+    group: Group,
+) -> None:
+    """Write all ranks' weights as one Hugging Face directory; every rank of the group calls it, the first writes."""
+    tensors = gather(spec, stored, views, group)
+    if tensors is not None:
+        host.save_weights(directory, tensors, spec.config)
+
+
+def gather(spec: ModelSpec, stored: Stored, views: Mapping[str, Tensor], group: Group) -> dict[str, Tensor] | None:
+    """The Hugging Face tensors that all ranks' parameters (or their gradients) make up; None but on the first rank."""
+    tp, root = group.size(), group.rank() == 0
+    orders = [parameters(spec, tp, rank, stored) for rank in range(tp)]
+    found = {t.name: torch.empty(0) for t in spec.tensors()}
+    for shards in zip(*orders, strict=True):
+        values = _gather_one(views[shards[0].name], group) if shards[0].sharded else [views[shards[0].name]]
+        for parameter, value in zip(shards, values, strict=False):
+            for piece in parameter.pieces if root else ():
+                _put(found, spec, piece, rows(parameter, piece, value))
+    return found if root else None
+
+
+def _put(found: dict[str, Tensor], spec: ModelSpec, piece: Piece, value: Tensor) -> None:
+    if not found[piece.source].numel():
+        shape = next(t.shape for t in spec.tensors() if t.name == piece.source)
+        found[piece.source] = torch.empty(shape, dtype=value.dtype)
+    found[piece.source].narrow(piece.axis, piece.start, piece.stop - piece.start).copy_(value.detach())
+
+
+def _gather_one(value: Tensor, group: Group) -> list[Tensor]:
+    own = value.detach().contiguous()
+    found = [torch.empty_like(own) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(own, found, group=group, group_dst=0)
+    return found or []
+
+
+def _axis(parameter: Parameter) -> int:
+    """The stored dimension along which the pieces lie."""
+    axis = parameter.pieces[0].axis if parameter.pieces else 0
+    return 1 - axis if parameter.transposed else axis
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(str(file), framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _read(file: Path, key: str, piece: Piece) -> Tensor:
+    with safe_open(str(file), framework="pt") as opened:
+        found = opened.get_slice(key)
+        return found[piece.start : piece.stop] if piece.axis == 0 else found[:, piece.start : piece.stop]
+
+
+def _problems(order: Iterable[Parameter], where: Mapping[str, tuple[Path, str]], directory: str) -> Iterable[Problem]:
+    for piece in (piece for parameter in order for piece in parameter.pieces):
+        if piece.source not in where:
+            yield Problem(f"no tensor {piece.source}", directory)
+            continue
+        file, key = where[piece.source]
+        with safe_open(str(file), framework="pt") as opened:
+            got = opened.get_slice(key).get_shape()[piece.axis]
+        if got < piece.stop:
+            yield Problem(f"{piece.source} has {got} rows along axis {piece.axis}, {piece.stop} are needed", str(file))

@@ -1,0 +1,83 @@
+"""What a training rank asks of a role's model, whichever engine runs it: its tasks, and where its parameters lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rollplex.backends.collectives import Groups
+from rollplex.ir.spec import Part
+
+Prefix = Any  # what `prefix` returns: `kv` is the filled part of its slot, `attached` whether it has a backward
+
+
+class RoleModel(Protocol):
+    """One role's model on one rank; every parameter is a view of planned objects."""
+
+    @property
+    def objects(self) -> Mapping[Part, str]:
+        """The planned object of each part's weights."""
+        ...
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by name."""
+        ...
+
+    @property
+    def trained(self) -> tuple[tuple[str, int], ...]:
+        """Name and elements of each parameter that the update changes, in the flat order of the optimizer's state."""
+        ...
+
+    def counted(self, name: str) -> bool:
+        """Whether this rank counts the parameter in the gradient's norm: of its tensor-parallel group one rank does."""
+        ...
+
+    def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
+        """(layers, 2 for K and V, KV heads of this rank, prefix_tokens, head_dim)."""
+        ...
+
+    def prefix(self, prompt: Any, slot: Tensor, attached: bool, saved: Any) -> Prefix:
+        """Keys and values of all but the last prompt token, into `slot`; OutOfMemory when it is too small."""
+        ...
+
+    def logprobs(
+        self, prefix: Prefix, kv: Tensor, responses: Sequence[Tensor], temperature: float, recompute: bool
+    ) -> Tensor:
+        """Log-probabilities [responses, tokens] over a prefix, under the caller's grad mode."""
+        ...
+
+    def prefix_backward(self, prefix: Prefix, kv_grads: Tensor) -> None:
+        """Gradients of the prefix from d(loss)/d(kv); once for each attached prefix."""
+        ...
+
+    def accumulate(self, flat: Tensor) -> None:
+        """From now on add gradients to `flat`, end to end in the order of `trained`, as they become final."""
+        ...
+
+    def fill(self) -> None:
+        """Give this rank's weights their initial values."""
+        ...
+
+    def fill_master(self, flat: Tensor) -> None:
+        """Give the master copy of `trained` its initial values, end to end."""
+        ...
+
+    def initial(self, part: Part) -> Tensor:
+        """Initial values of a frozen role's part, flat, as its object holds them."""
+        ...
+
+    def exchange(self, groups: Groups) -> None:
+        """Gather the slabs of the ranks that make up one rollout shard, in place."""
+        ...
+
+    def rebuild(self, buffer: Tensor) -> None:
+        """Copy and permute into `buffer` what the rollout engine cannot alias."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the weights as a Hugging Face directory; every rank of a tensor-parallel group calls it."""
+        ...
