@@ -84,9 +84,8 @@ class Replica:
         fill(split(flat, trained_tensors(self.job, self.role)), self.job)
 
     def initial(self, part: Part) -> Tensor:
-        tensors = tensors_of(self.job, part)
-        flat = torch.empty(sum(t.numel for t in tensors), dtype=self.dtype)
-        fill(split(flat, tensors), self.job)
+        flat = torch.empty(sum(t.numel for t in tensors_of(self.job, part)), dtype=self.dtype)
+        fill(views({part: flat}, self.job), self.job)
         return flat
 
     def exchange(self, groups: Groups) -> None:
