@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import MUTANTS, Mutant
 from mutants.edit import move, put, steps, summarise, with_object
+from mutants.plans import compiled
 from tinygraph import centred
 from tinyplan import tiny_plan, too_large, with_capacity
 from tinysummary import VARIANTS
@@ -30,6 +31,7 @@ PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "too large": too_large(),
     "two roles": two_roles(),
     "three turns": three_turns(),
+    "adapters": compiled("lora"),
 }
 NAMES = sorted(MUTANTS)
 

@@ -11,11 +11,11 @@
                                                    rollout-complete                        theta-quiet        published
  HBM     snapshot 336, case3 36 ================================================================ rewritten == rebuilt
          kv 1152 ========================================= freed
-         reference 8 ======= freed                         || reference 8 ======= freed
-         boundary of the reference 4 ==================================== freed
-                               boundary of the actor 4 ============================ freed
-                                                                                  activations 10, gradients 348
-                                                                                                  || workspace 128
+         reference 174 ===== freed                         || reference 174 ===== freed
+         boundary of the reference 16 =================================== freed
+                               boundary of the actor 16 =========================== freed
+                                                                                activations 3938, gradients 348
+                                                                                                  || workspace 768
 
 `x!` is a signal, `x?` a wait, `||` a barrier of all three. The trainer also waits for `freed` behind rollout-complete:
 only then are the pages of the KV cache gone. Two more plans do the same work in other ways:

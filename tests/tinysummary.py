@@ -21,7 +21,7 @@ from rollplex.ir.plan import (
     Times,
     WindowSummary,
 )
-from rollplex.ir.planned_layout import CaseBytes, LayoutClass, LayoutSummary, TensorPlacement
+from rollplex.ir.planned_layout import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, TensorPlacement
 from rollplex.ir.planned_node import NodeMemory
 from rollplex.ir.planned_pool import HostPlace, HostPool
 
@@ -61,18 +61,18 @@ object              class       bytes start rollplex        serial          apar
 actor.snapshot      regenerable   336 hbm   HHHHHHH uuu-uuu HHHHHHH u--uuuu HHHHHHH ---uuuu shared
 actor.case3         regenerable    36 hbm   HHHHHHH uuu---u HHHHHHH u-----u . .             shared
 rollout.weights     regenerable   336 hbm   . .             . .             HHHHHHH u-----u
-reference.weights   regenerable     8 host  HhhHhhh u--u--- hHHhhhh -uu---- hHHhhhh -uu---- host_backed
+reference.weights   regenerable   174 host  HhhHhhh u--u--- hHHhhhh -uu---- hHHhhhh -uu---- host_backed
 rollout.kv          phase-local  1152 -     HHH---- uuu---- H------ u------ H------ u------
-reference.boundary  boundary        4 -     HHHH--- u--u--- -HH---- -uu---- -HH---- -uu---- slots
-actor.boundary      boundary        4 -     -HHHH-- -u--u-- ---HH-- ---uu-- ---HH-- ---uu-- slots attached
-actor.prefix_saved  phase-local     6 -     -hhhh-- -u--u-- ---dd-- ---uu-- ---dd-- ---uu-- slots attached recomputable
+reference.boundary  boundary       16 -     HHHH--- u--u--- -HH---- -uu---- -HH---- -uu---- slots
+actor.boundary      boundary       16 -     -HHHH-- -u--u-- ---HH-- ---uu-- ---HH-- ---uu-- slots attached
+actor.prefix_saved  phase-local  5236 -     -hhhh-- -u--u-- ---dd-- ---uu-- ---dd-- ---uu-- slots attached recomputable
 reference.workspace phase-local     3 -     ---H--- ---u--- --H---- --u---- --H---- --u----
-train.activations   phase-local    10 -     ----H-- ----u-- ----H-- ----u-- ----H-- ----u--
+train.activations   phase-local  3938 -     ----H-- ----u-- ----H-- ----u-- ----H-- ----u--
 actor.gradients     phase-local   348 -     ----Hh- ----uu- ----Hh- ----uu- ----HH- ----uu-
 actor.master        permanent     348 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
 actor.moments       permanent     696 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
-optimizer.workspace phase-local   128 -     -----H- -----u- -----H- -----u- . .
-rollout.carried     permanent       4 host  hhhhhhh u------ . .             . .             partial
+optimizer.workspace phase-local   768 -     -----H- -----u- -----H- -----u- . .
+rollout.carried     permanent      96 host  hhhhhhh u------ . .             . .             partial
 """
 PARTIAL = Tail(kind="partial", sampled=4, taken=2, carried="rollout.carried", ends_at_tokens=9.0, snapshots=2)
 COLUMN: dict[Variant, int] = {"rollplex": 4, "partial": 4, "serial": 6, "apart": 8, "pools": 8}
@@ -100,7 +100,7 @@ def _object(row: Sequence[str], variant: Variant) -> PlannedObject:
         role="" if "partial" in more else owner if owner == "reference" else "actor",
         process="rollout" if owner == "rollout" else "train",
         readers=("rollout",) if "shared" in more and variant not in ("apart", "pools") else (),
-        bytes=int(nbytes),
+        bytes=int(nbytes) * (2 if "slots" in more and variant == "partial" else 1),
         slots=(4 if variant == "partial" else 2) if "slots" in more else 1,
         start=cast(Residency, start),
         produced="start" if start != "-" else used[0],
@@ -177,15 +177,15 @@ def summary(variant: Variant) -> Summary:
         tail=PARTIAL if variant == "partial" else None,
         objects=objects(variant),
         windows=shown,
-        layout=layout(shared=variant != "pools"),
+        layout=layout(variant != "pools", 4 if variant == "apart" else 2),
         host_pool=host_pool(variant),
         chunks=ChunkSummary(
             optimizer=OptimizerChunks(
-                count=3, elements=32, bytes=512, workspace_bytes=0 if COLUMN[variant] == 8 else 128
+                count=3, elements=32, bytes=512, workspace_bytes=0 if COLUMN[variant] == 8 else 768
             ),
             microbatch=Microbatches(
                 prefix_prompts=1, suffix_responses=1,
-                workspace_bytes={"reference.workspace": 3, "train.activations": 10},
+                workspace_bytes={"reference.workspace": 3, "train.activations": 3938},
             ),
         ),
         times=_times(variant),
@@ -224,24 +224,33 @@ def host_pool(variant: Variant) -> HostPool:
     return HostPool(bytes=top, bound_bytes=bound, status=status, offsets=tuple(places))
 
 
-# Name, view, case, tensors, parameters (those of tinyjob.CONFIG in all), bytes of shard, received, and buffer, group.
+# Name, view, case, tensors, parameters (those of tinyjob.CONFIG in all), bytes of shard, received, buffer; group, slabs
 CLASSES = """
-embed   alias     1 1 128 256 128 0  2
-qkv     rebuild   3 6 18  36  18  36 2
-o       transpose 2 1 4   8   4   0  2
-gate_up slabs     1 2 8   16  8   0  2
-down    transpose 2 1 4   8   4   0  2
-norm    alias     1 3 6   12  0   0  1
+embed   alias     1 1 128 256 128 0  2 1
+qkv     rebuild   3 6 18  36  18  36 2 1
+o       transpose 2 1 4   8   4   0  2 1
+gate_up slabs     1 2 8   16  8   0  2 2
+down    transpose 2 1 4   8   4   0  2 1
+norm    alias     1 3 6   12  0   0  1 1
 """
+REINDEXED = {"1": 160, "2": 8, "3": 0}
+"""Parameters by case where q, k and v are read in the trainer's order."""
 CASE_OF = {"o_proj": 2, "down_proj": 2, "q_proj": 3, "k_proj": 3, "v_proj": 3}
 
 
 def _tensor(name: str) -> TensorPlacement:
     case = next((case for part, case in CASE_OF.items() if part in name), 1)
-    return TensorPlacement(name=name, case=cast(Any, case), why="")
+    return TensorPlacement(
+        name=name, case=cast(Any, case), slabs=2 if "gate_proj" in name or "up_proj" in name else 1, why=""
+    )
 
 
-def layout(shared: bool) -> LayoutSummary:
+def _reindexed() -> LayoutAlternative:
+    cases = {k: CaseBytes(params=n, bytes=2 * n) for k, n in REINDEXED.items()}
+    return LayoutAlternative(order="reindex", cases=cases, case3_buffer_bytes=0, seconds=0.0)
+
+
+def layout(shared: bool, gpus: int = 2) -> LayoutSummary:
     """TP 2 -> TP 1: two engines of one rank, one class of tensors in each case; none where nothing is shared."""
     rows = [line.split() for line in CLASSES.strip().splitlines()] if shared else []
     params = {k: sum(int(row[4]) for row in rows if row[2] == k) for k in "123"}
@@ -249,22 +258,22 @@ def layout(shared: bool) -> LayoutSummary:
         LayoutClass.model_validate(
             {"name": name, "view": view, "case": int(case), "tensors": int(count), "params": int(params)}
             | {"shard_bytes": int(shard), "receives_bytes": int(gets), "sends_bytes": int(gets), "why": name}
-            | {"buffer_bytes": int(buffer), "group": int(group), "slabs": 1, "pieces": 1}
+            | {"buffer_bytes": int(buffer), "group": int(group), "slabs": int(slabs), "pieces": 1}
             | {"decode_s": 0.0, "rebuild_s": 0.0}
         )
-        for name, view, case, count, params, shard, gets, buffer, group in rows
+        for name, view, case, count, params, shard, gets, buffer, group, slabs in rows
     )
     return LayoutSummary(
-        q=2,
+        q=2 if shared else 0,
         order="stock",
         cases={k: CaseBytes(params=n, bytes=2 * n) for k, n in params.items()},
         case3_buffer_bytes=36 if shared else 0,
         exchange_bytes_per_gpu=162 if shared else 336,
         exchange_s=1.0,
-        placement={"engine 0": (0,), "engine 1": (1,)},
-        groups=1,
+        placement={f"engine {e}": (e,) for e in range(2 if shared else 4)},
+        groups=gpus // 2 if shared else 1,
         classes=classes,
         needs=(),
-        alternatives=(),
+        alternatives=(_reindexed(),) if shared else (),
         tensors=tuple(_tensor(t.name) for t in (MODEL.tensors() if shared else ())),
     )

@@ -67,6 +67,7 @@ def _usable(name: str, work: Work) -> bool:
         return False
 
 
+@cache
 def _own() -> tuple[str, ...]:
     """Folders of rollplex.backends with a `facts` module; nothing is imported to find them."""
     home = sys.modules.get(_HOME) or importlib.util.find_spec(_HOME)

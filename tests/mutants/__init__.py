@@ -15,6 +15,7 @@ from mutants import (
     pools,
     residency,
     roles,
+    sizes,
     tail,
     turns,
     update,
@@ -24,7 +25,7 @@ from mutants.edit import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS", "Mutant",
-    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pools", "residency", "roles", "tail",
-    "turns",
+    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pools", "residency", "roles", "sizes",
+    "tail", "turns",
     "update", "work",
 ]  # fmt: skip

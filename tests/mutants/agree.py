@@ -72,6 +72,13 @@ def more_responses_than_the_job_samples(plan: Plan) -> Iterator[Plan]:
 
 
 @mutant("asked")
+def head_of_another_model(plan: Plan) -> Iterator[Plan]:
+    for i, record in enumerate(plan.graph):
+        if "head" in record.kwargs:
+            yield with_record(plan, i, kwargs={**record.kwargs, "head": "logprobs"})
+
+
+@mutant("asked")
 def executable_after_all(plan: Plan) -> Iterator[Plan]:
     if plan.not_executable:
         yield plan.model_copy(update={"not_executable": ()})

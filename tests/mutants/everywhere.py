@@ -1,9 +1,11 @@
-"""Every place of a plan edited, one edit at a time: numbers by one, names to others, list items deleted and moved.
+"""Every place of a plan edited, one edit at a time: numbers changed, names to others, items deleted and moved.
 
-    summary.windows.*.seconds      +1, -1                programs.train.run:prefix.window    another window of the plan
+    summary.windows.*.seconds      +1, -1, x2            programs.train.run:prefix.window    another window of the plan
     programs.train.run:prefix      delete, repeat, swap  summary.objects.*.host_backed       not
+    infeasible                     delete                infeasible.resource                 another word of its type
 A pattern is a place with its indices left out; a step is called by its kind and task. Of each pattern and way of
-editing it, `most` places are taken, drawn with a seed.
+editing it, `most` places are taken, drawn with a seed. Nothing here knows a field by its name: what is added to a plan
+is edited too.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from rollplex.ir.engines import engine_names
+from rollplex.ir.hardware import GPUS
+from rollplex.ir.job import Job
+from rollplex.ir.models import model_names
+from rollplex.ir.plan import Plan
 
 Path = tuple[str | int, ...]
 
@@ -61,7 +72,7 @@ def edits(plan: dict[str, Any], most: int, seed: int) -> list[Edit]:
             values[pattern].append(value)
     groups: dict[tuple[str, str], list[Edit]] = {}
     for path, pattern, value in places:
-        for edit in _of_place(plan, path, pattern, value, values.get(pattern, [])):
+        for edit in _of_place(plan, path, pattern, value, [*values.get(pattern, []), *legal(value)]):
             groups.setdefault((edit.pattern, edit.how), []).append(edit)
     rng = random.Random(seed)
     return [e for found in groups.values() for e in (rng.sample(found, most) if len(found) > most else found)]
@@ -80,7 +91,36 @@ def _places(value: Any, path: Path, pattern: str) -> Iterator[tuple[Path, str, A
                 yield from _places(inner, (*path, i), f"{pattern}.{_called(inner)}")
 
 
-FREE_KEYS = ("by_object", "residency", "workspace_bytes", "hosts", "kwargs", "placement")
+def legal(value: Any) -> list[str]:
+    """Other words of the types that a word belongs to: literals of a plan and of a job, models, GPUs, engines."""
+    found = [w for words in _vocabulary() if value in words for w in words] if isinstance(value, str) else []
+    return [w for w in dict.fromkeys(found) if w != value]
+
+
+@cache
+def _vocabulary() -> tuple[tuple[str, ...], ...]:
+    engines = tuple(dict.fromkeys([*engine_names("train"), *engine_names("rollout")]))
+    return (*_literals(Plan), *_literals(Job), model_names(), tuple(g.name for g in GPUS), engines)
+
+
+def _literals(annotation: Any, seen: set[Any] | None = None) -> list[tuple[str, ...]]:
+    """Every literal type of words below a model or an annotation."""
+    seen = set() if seen is None else seen
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if annotation in seen:
+            return []
+        seen.add(annotation)
+        return [w for f in annotation.model_fields.values() for w in _literals(f.annotation, seen)]
+    if get_origin(annotation) is Literal:
+        words = get_args(annotation)
+        return [words] if all(isinstance(w, str) for w in words) else []
+    return [w for inner in get_args(annotation) for w in _literals(inner, seen)]
+
+
+FREE_KEYS = (
+    *("by_object", "residency", "workspace_bytes", "hosts", "kwargs", "placement", "cases", "degrees", "others"),
+    *("roles", "losses", "processes", "algorithm", "config", "role_data_parallel", "role_replicas"),
+)
 """Dicts whose keys are names of the plan, so that one stands for all."""
 
 
@@ -103,7 +143,7 @@ def _of_place(plan: dict[str, Any], path: Path, pattern: str, value: Any, others
         yield Edit(path, pattern, "repeat")
         if path[-1] + 1 < len(holder) and holder[path[-1] + 1] != value:  # type: ignore[operator, index]
             yield Edit(path, pattern, "swap")
-    elif len(path) > 1 and (path[-2] in FREE_KEYS or path[-2] in ("losses", "processes", "programs")):
+    else:
         yield Edit(path, pattern, "delete")
     match value:
         case bool():
@@ -112,6 +152,12 @@ def _of_place(plan: dict[str, Any], path: Path, pattern: str, value: Any, others
             yield Edit(path, pattern, "+1", value + 1)
             if value >= 1:
                 yield Edit(path, pattern, "-1", value - 1)
+            if value not in (0, 1):
+                yield Edit(path, pattern, "x2", value * 2)
+            if isinstance(value, float) and value:
+                yield Edit(path, pattern, "half", value / 2)
+        case None:
+            yield Edit(path, pattern, "one", 1)
         case str():
-            yield from (Edit(path, pattern, "other", o) for o in [o for o in others if o != value][:3])
+            yield from (Edit(path, pattern, "other", o) for o in [o for o in dict.fromkeys(others) if o != value][:4])
             yield Edit(path, pattern, "longer", value + "x")

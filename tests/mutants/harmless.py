@@ -1,7 +1,7 @@
 """Edits that do no harm, each with its reason; decided from the good plan and the edit alone, never from a verdict.
 
-FREE_TEXT     words for people: titles, reasons, lines of source      ORDER     the order of a set or of a table
-PREDICTED     figures that no step and no other figure rests on       INPUT     what the user asked for; it is the job
+FREE     fields that nothing rests on, by their reason: the whole list, which docs/plan.md prints
+SETS     lists whose order says nothing
 Steps may change places where neither matters to the other, and carry another window where windows do not matter.
 """
 
@@ -12,39 +12,54 @@ from typing import Any
 
 from mutants.everywhere import Edit
 
-FREE_TEXT = r"""algorithm
+FREE: dict[str, str] = {
+    "text for people": r"""algorithm
 graph\.\*\.loc
 summary\.objects\.\*\.(title|why)
 summary\.policy\.why
-summary\.warnings\.\*
+summary\.warnings(\.\*)?
 summary\.layout\.(classes|tensors)\.\*\.(why|needs)
-summary\.layout\.classes\.\*\.name
-summary\.layout\.needs\.\*
 summary\.solvers\.\*\.(name|objective)
-infeasible\.remedies\.\*\.shrinks\.\*
-not_executable\.\*"""
-PREDICTED = r"""summary\.layout\.(between_nodes_bytes|groups)
-summary\.layout\.classes\.\*\.(tensors|slabs|pieces|shard_bytes|sends_bytes|decode_s|rebuild_s)
-summary\.layout\.tensors\.\*\.slabs
-summary\.layout\.alternatives\..*
-summary\.tail\..*
-infeasible\.remedies\.\*\.(frees_bytes|costs_s|costs_share|verified)
-infeasible\.remedies\.\*"""
-INPUT = r"""job\.(optimizer|solver|run|algorithm|layout|ablate)(\..*)?
-job\.cluster\.(internode_gb_s|context_gib|nccl_gib|gpu)
-job\.workload\.(prompt_tokens|response_tokens|prompt_median|response_median|frames|turns\.frames|max_pixels|rollout\..*)
-job\.roles\.\w+\.(recompute|prefix_saved|attention|lora|freeze)(\..*)?
-job\.roles\.\w+\.\w+\.(sequence_parallel|distributed_optimizer|data_parallel|runtime_gib|kv_cache_gib)
-job\.roles\.\w+\.\w+\.(make_vocab_size_divisible_by|max_model_len|max_num_batched_tokens|max_num_seqs)
-job\.roles\.\w+\.\w+\.(gpu_memory_utilization|microbatch|zero|vision_tower.*|encoder.*)
-job\.sharing\.kind
-job\.model\..*"""
+summary\.runners_up\.\*\.why_not
+infeasible\.remedies\.\*\.shrinks(\.\*)?
+not_executable\.\*""",
+    "predicted seconds": r"""summary\.layout\.(exchange_s|between_nodes_bytes)
+summary\.layout\.classes\.\*\.(decode_s|rebuild_s)
+summary\.layout\.alternatives\.\*\.seconds
+summary\.tail\.(ends_at_tokens|snapshots)""",
+    "most that a GPU sends: the engines' row orders say": r"""summary\.layout\.classes\.\*\.sends_bytes""",
+    "figures of other compilations": r"""summary\.runners_up(\.\*(\.(peak_bytes|step_s))?)?
+infeasible\.remedies\.\*\.(change|frees_bytes|costs_s|costs_share|verified)
+infeasible\.remedies(\.\*)?""",
+    "read by a run or a solver, not by a plan": r"""job\.run(\..*)?
+job\.solver\..*
+job\.optimizer\.(lr|betas(\.\*)?|eps|weight_decay|clip_norm)
+job\.algorithm(\..*)?""",
+    "the job's predicted seconds rest on it": r"""job\.cluster\.(internode_gb_s|gpu)
+job\.workload\.(prompt_median|response_median)
+job\.workload\.dynamic_sampling\.kept""",
+    "the job's, without effect beside its other keys": r"""job\.cluster\.(rollout_gpus|pinned_share)
+job\.cluster\.(context_gib|nccl_gib|process_host_gib)
+job\.model\.name
+job\.workload\.(prompt_tokens|response_tokens|frames|max_pixels|turns\.frames|dynamic_sampling(\.rounds)?)
+job\.workload\.rollout\.(share|factor)
+job\.optimizer(\.(chunks|in_flight))?
+job\.roles\.\*\.(recompute|attention|prefix_saved|head|model)
+job\.roles\.\*\.\w+\.(data_parallel|make_vocab_size_divisible_by|sequence_parallel|distributed_optimizer)
+job\.roles\.\*\.\w+\.(zero|microbatch|offload_parameters|offload_optimizer)
+job\.roles\.\*\.rollout\.(kv_cache_gib|runtime_gib|max_model_len|max_num_batched_tokens|max_num_seqs)
+job\.roles\.\*\.rollout\.(mm_encoder_tp_mode|gpu_memory_utilization)
+job\.sharing\.(kind|share)
+job\.model\.config(\..*)?""",
+}
 SETS = r"""programs\..*\.(reads|writes|streams|inputs|carries)\.\*
 summary\.objects\.\*(\.(readers|consumed)\.\*)?
 summary\.(solvers|pools)\.\*
-summary\.layout\.(classes|tensors)\.\*
+summary\.layout\.(classes|tensors|alternatives)\.\*
 summary\.host_pool\.offsets\.\*(\.windows\.\*)?
-summary\.warnings\.\*
+summary\.(warnings|runners_up)\.\*
+infeasible\.remedies\.\*
+processes\..*\.(distributed_optimizer|fully_sharded)\.\*
 not_executable\.\*
 job\..*"""
 
@@ -61,11 +76,11 @@ def reason(plan: dict[str, Any], edit: Edit) -> str:
         return "one report fewer"
     if edit.pattern.startswith("programs.") and isinstance(edit.path[-1], int) and len(edit.path) == 3:
         return _steps(plan, edit) if edit.how == "swap" else ""
-    if _is(FREE_TEXT, edit.pattern):
-        return "free text" if edit.pattern != "not_executable.*" or len(plan["not_executable"]) > 1 else ""
-    for name, patterns in (("predicted, nothing rests on it", PREDICTED), ("the job is the user's", INPUT)):
+    if edit.pattern == "not_executable.*" and len(plan["not_executable"]) == 1:
+        return ""
+    for why, patterns in FREE.items():
         if _is(patterns, edit.pattern):
-            return name
+            return why
     return _special(plan, edit)
 
 
@@ -140,21 +155,38 @@ def _special(plan: dict[str, Any], edit: Edit) -> str:
     if edit.pattern == "infeasible.objects.*" and edit.how == "swap":
         listed, i = plan["infeasible"]["objects"], int(edit.path[2])
         return "two objects of one size" if listed[i]["bytes"] == listed[i + 1]["bytes"] else ""
+    if edit.pattern == "summary.layout.classes.*.group":
+        own = plan["summary"]["layout"]["classes"][edit.path[3]]
+        return "" if own["receives_bytes"] else "a group that nothing is gathered in"
     if edit.pattern == "summary.layout.classes.*.view":
         was = plan["summary"]["layout"]["classes"][edit.path[3]]["view"]
         return "two names for whole slabs" if {was, edit.value} == {"alias", "slabs"} else ""
+    if edit.pattern.endswith("_s") and 0 < abs(_at(plan, edit) - (edit.value or 0.0)) < ROUNDED_S:
+        return "seconds less than those that the rounding of a sum may be off by"
     if edit.pattern == "summary.times.interference_s":
         t = plan["summary"]["times"]
-        hidden = t["prefix_s"] - t["interference_s"] - 1 > t["decode_s"] or t["prefix_s"] < 1e-9
+        hidden = t["decode_s"] + (edit.value or 0.0) <= t["prefix_s"] or t["prefix_s"] < 1e-9
         return "decode is shorter than the prefixes beside it" if hidden else ""
     return ""
+
+
+ROUNDED_S = 1e-4
+
+
+def _at(plan: dict[str, Any], edit: Edit) -> float:
+    """The number at the place of an edit; zero where there is none."""
+    inner: Any = plan
+    for key in edit.path:
+        inner = inner[key]
+    return inner if isinstance(inner, int | float) else 0.0
 
 
 def _label(plan: dict[str, Any], edit: Edit) -> str:
     """The window of a step that moves and uses nothing, or that another program's windows are not told by."""
     phase = {w["name"]: w["phase"] for w in plan["summary"]["windows"]}
-    step = plan["programs"][edit.path[1]][edit.path[2]]
-    same = phase.get(edit.value) == phase[step["window"]]
+    program, i = plan["programs"][edit.path[1]], int(edit.path[2])
+    step, before = program[i], program[max(0, i - 1)]["window"]
+    same = phase.get(edit.value) in (phase[step["window"]], phase[before] if step["kind"] == "wait" else "")
     return "a window's name where no bytes are counted by it" if same else ""
 
 

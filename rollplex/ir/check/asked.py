@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rollplex.ir.check.facts import ROLLOUT_COMPLETE, Facts
+from rollplex.ir.check.degrees import check_degrees
+from rollplex.ir.check.facts import ROLLOUT_COMPLETE, TIMELINE, TOWER, Facts
 from rollplex.ir.check.graph import is_call
 from rollplex.ir.check.rules import Violation
+from rollplex.ir.check.sizes import check_sizes
 from rollplex.ir.check.update import LARGEST_PAGE
+from rollplex.ir.check.weight_classes import check_weight_classes
 from rollplex.ir.engines import runs
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
@@ -53,10 +56,29 @@ def engines(facts: Facts, job: Job) -> Iterator[Violation]:
             told, asked = getattr(kind, what), getattr(section, what, 1)  # a rollout engine has a TP alone
             if told != asked:
                 yield Violation("asked", f"{what} {told}, the job has {asked}", where=process)
+    yield from _repeated(facts, job)
     for name, kind in facts.plan.processes.items():
         alone = kind.ranks == 1 and all(getattr(kind, d) == 1 for d in DEGREES)
         if name not in sections and (kind.engine != name or not alone):
             yield Violation("asked", f"{kind.ranks} ranks of {kind.engine}, it is one process of its own", where=name)
+
+
+def _repeated(facts: Facts, job: Job) -> Iterator[Violation]:
+    """How often each role's model is there, and what of it is cut over the ranks that repeat it."""
+    kind = facts.plan.processes[TIMELINE]
+    for role in job.roles:
+        degrees = job.degrees(role)
+        for what, told, asked in (
+            ("copies", kind.copies(role), degrees.dp),
+            ("replicas", kind.replicas(role), degrees.replicas),
+            ("cut optimizers", role in kind.distributed_optimizer, role in job.trained and job.cuts_optimizer(role)),
+            ("cut weights", role in kind.fully_sharded, role in job.trained and job.zero(role) == 3),
+        ):
+            if told != asked:
+                yield Violation("asked", f"{what} of {role}: {told}, the job's degrees give {asked}", where=TIMELINE)
+    named = (kind.role_data_parallel, kind.role_replicas, kind.distributed_optimizer, kind.fully_sharded)
+    for role in sorted({r for roles in named for r in roles} - set(job.roles)):
+        yield Violation("asked", f"it repeats {role}, which the job does not have", where=TIMELINE)
 
 
 def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
@@ -123,6 +145,19 @@ def roles(facts: Facts, job: Job) -> Iterator[Violation]:
             yield Violation("asked", f"it samples {n} responses, the job {each}", where=f"%{record.name}")
 
 
+SCALAR_HEADS = ("values", "score")
+"""What a call takes of a model that ends in one number; log-probabilities come of logits."""
+
+
+def heads(facts: Facts, job: Job) -> Iterator[Violation]:
+    """A call takes of its role what the role's model ends in."""
+    for record in (r for r in facts.plan.graph if "head" in r.kwargs and r.args and r.args[0] in job.roles):
+        head, ends = record.kwargs["head"], job.spec_of(record.args[0]).head
+        if head not in (SCALAR_HEADS if ends == "scalar" else ("logprobs",)):
+            what = f"it takes {head} of {record.args[0]}, whose model ends in {ends}"
+            yield Violation("asked", what, where=f"%{record.name}")
+
+
 def adapters(facts: Facts, job: Job) -> Iterator[Violation]:
     """The rollout engine's adapters have the bytes of the job's; who reads a base is the same model, cut alike."""
     told, nbytes = facts.objects.get("rollout.adapters"), served_bytes(job)
@@ -171,6 +206,39 @@ def tail(facts: Facts, job: Job) -> Iterator[Violation]:
         yield Violation("asked", what, where="summary.tail")
 
 
+def saved_state(facts: Facts, job: Job) -> Iterator[Violation]:
+    """What a prefix saves is where the job says, if it says."""
+    for o in (o for found in facts.saved.values() for o in found):
+        wanted = job.roles[o.role].prefix_saved if o.role in job.roles else "auto"
+        for window, place in o.residency.items() if wanted != "auto" else ():
+            if place not in (wanted, "-"):
+                what = f"{o.name} is planned {place}, the job wants it {wanted}"
+                yield Violation("asked", what, object=o.name, where=window)
+
+
+def offloads(facts: Facts, job: Job) -> Iterator[Violation]:
+    """Weights and states of a trainer on whole sequences leave HBM where the job lets them."""
+    for o in facts.objects.values():
+        if o.role not in job.trained or not job.whole_sequences(o.role) or o.process != TIMELINE:
+            continue
+        trainer, weights = job.trainer(o.role), o.class_ == "regenerable"
+        may = trainer.offload_parameters if weights else trainer.offload_optimizer
+        if not may and "host" in o.residency.values():
+            key = "offload_parameters" if weights else "offload_optimizer"
+            yield Violation("asked", f"{o.name} leaves HBM, the job's {key} is false", object=o.name, where=o.name)
+
+
+def rollout_tower(facts: Facts, job: Job) -> Iterator[Violation]:
+    """The rollout engine has a vision tower of its own where it cuts it over its ranks, or shares no weights."""
+    rollout, shares = job.roles[job.policy].rollout, any(o.readers for o in facts.objects.values())
+    cuts = rollout is not None and rollout.mm_encoder_tp_mode == "weights" and job.rollout_tp > 1
+    own = any(o.name.endswith(TOWER) and o.process == "rollout" for o in facts.objects.values())
+    if job.spec.vision is not None and own != (cuts or not shares):
+        says = "has" if own else "lacks"
+        what = f"it {says} a vision tower of its own, the job's mm_encoder_tp_mode is {'weights' if cuts else 'data'}"
+        yield Violation("asked", what, where="rollout")
+
+
 def executable(facts: Facts, job: Job) -> Iterator[Violation]:
     """A plan for engines that nothing runs says so: `run` and the first line of the page rely on it."""
     told = facts.plan.not_executable
@@ -193,8 +261,9 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
 
 
 CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
-    capacities, schedule, engines, budgets, lacking, roles, adapters, sent, policy, tail, executable,
-)  # fmt: skip
+    *(capacities, schedule, engines, budgets, lacking, roles, heads, adapters, sent, policy, tail),
+    *(saved_state, offloads, rollout_tower, executable),
+)
 
 
 def check_asked(facts: Facts) -> Iterator[Violation]:
@@ -206,3 +275,5 @@ def check_asked(facts: Facts) -> Iterator[Violation]:
         return
     for check in CHECKS:
         yield from check(facts, job)
+    for others in (check_sizes, check_weight_classes, check_degrees):
+        yield from others(facts, job)

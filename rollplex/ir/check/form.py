@@ -40,6 +40,9 @@ def lists(facts: Facts) -> Iterator[Violation]:
     for o in facts.plan.summary.objects:
         yield from _twice(o.readers, f"readers of {o.name}", None)
         yield from _twice(o.consumed, f"consumed of {o.name}", None)
+    for name, kind in facts.plan.processes.items():
+        for what in ("distributed_optimizer", "fully_sharded"):
+            yield from _twice(getattr(kind, what), f"{what} of {name}", None)
     for place in facts.plan.summary.host_pool.offsets:
         yield from _twice(place.windows, f"windows of {place.object} at the host", None)
 

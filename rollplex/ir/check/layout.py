@@ -47,7 +47,7 @@ def cases(facts: Facts) -> Iterator[Violation]:
 
 def _model(facts: Facts, total: int) -> Iterator[Violation]:
     match facts.plan.job:
-        case {"model": {"name": str(name), **rest}}:
+        case {"model": {"name": str(name), **rest}} if isinstance(rest.get("config"), dict | None):
             try:
                 parameters = _spec(name, json.dumps(rest.get("config"), sort_keys=True)).language_parameters
             except JobError as err:
@@ -67,7 +67,7 @@ def _spec(name: str, config: str) -> ModelSpec:
 def _tensor_names(facts: Facts) -> set[str]:
     """Parameters of the job's model; none where there is no such model, which `_model` tells."""
     match facts.plan.job:
-        case {"model": {"name": str(name), **rest}}:
+        case {"model": {"name": str(name), **rest}} if isinstance(rest.get("config"), dict | None):
             try:
                 spec = _spec(name, json.dumps(rest.get("config"), sort_keys=True))
             except JobError:

@@ -154,6 +154,17 @@ def publish(u: Update) -> Iterator[Violation]:
         yield Violation("publish-order", f"{late[0]} comes after it", at, name)
 
 
+def together(u: Update) -> Iterator[Violation]:
+    """What the rollout engine reads is gathered in the window in which it is published."""
+    for at, _ in u.published[:1]:
+        for gather in u.facts.steps(at.process):
+            step = gather.step
+            if not isinstance(step, Exchange) or step.group not in ("q", "refresh"):
+                continue
+            if u.facts.theta.get(step.object) == u.role and step.window != at.step.window:
+                yield Violation("publish-order", f"published in {at.step.window}", gather, step.object)
+
+
 def before_quiet(facts: Facts) -> Iterator[Violation]:
     """Whatever rewrites or publishes weights stands behind theta-quiet and concerns weights (paper section 3.1)."""
     for at in facts.steps():
@@ -199,7 +210,7 @@ def ranks(facts: Facts) -> Iterator[Violation]:
                 yield Violation("layout", f"{kind.ranks} ranks do not hold {copies} copies of {role}", where=name)
 
 
-BY_ROLE: tuple[Callable[[Update], Iterator[Violation]], ...] = (exchange, tower, rebuilds, publish)
+BY_ROLE: tuple[Callable[[Update], Iterator[Violation]], ...] = (exchange, tower, rebuilds, publish, together)
 
 
 def check_publication(facts: Facts) -> Iterator[Violation]:

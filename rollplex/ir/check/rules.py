@@ -39,6 +39,9 @@ RULES: dict[str, Rule] = {
     "after-published": Rule("an iteration ends at the barrier published", "paper 3.1", "end the program there"),
     # ---- the job and the graph
     "asked": Rule("the plan has the capacities, engines, degrees and roles of its job", "design 1", COMPILE_AGAIN),
+    "size": Rule("an object has the bytes that its job's model and work give it", "paper table 3", COMPILE_AGAIN),
+    "class": Rule("an object's class is that of what it holds", "paper 3.2", COMPILE_AGAIN),
+    "degrees": Rule("degrees that were chosen are the job's, the best of legal ones", "style 5", COMPILE_AGAIN),
     "graph": Rule("the graph is in order, its phases, updates and hosts are those done", "design 3", COMPILE_AGAIN),
     "loss": Rule("the loss, taken apart by prompt group, is the loss of the graph", "paper 3.2", COMPILE_AGAIN),
     # ---- order
@@ -147,6 +150,10 @@ RULES: dict[str, Rule] = {
     ),
     # ---- layout
     "layout-cases": Rule("cases, classes and tensors add up to the language model", "paper 3.3", COMPILE_AGAIN),
+    "layout-class": Rule("a weight class has the tensors and shards of the model", "paper 3.3", COMPILE_AGAIN),
+    "layout-alternative": Rule(
+        "other row orders are made of the same classes", "paper 3.3", COMPILE_AGAIN
+    ),
     "layout-view": Rule("how a weight class lies says its case", "paper 3.3", COMPILE_AGAIN),
     "layout-buffer": Rule("the case-3 buffer holds the shards of case 3, and nothing else", "paper 3.3", COMPILE_AGAIN),
     "layout-exchange": Rule("what a GPU receives is what its shards lack", "paper 3.3", COMPILE_AGAIN),

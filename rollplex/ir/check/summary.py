@@ -100,6 +100,16 @@ def residency_table(facts: Facts, places: Places) -> Iterator[Violation]:
                 yield Violation("residency-table", what, object=o.name, where=window)
 
 
+def starts(facts: Facts) -> Iterator[Violation]:
+    """An object starts where the last window leaves it and the first finds it; at the host where these differ."""
+    for o in (o for o in facts.objects.values() if o.start != "-" and facts.windows):
+        first, last = (o.residency.get(w, o.start) for w in (facts.windows[0], facts.windows[-1]))
+        right = first if first == last else "host"
+        if o.start != right:
+            what = f"{o.name} starts {o.start}, the windows around leave it {right}"
+            yield Violation("residency-table", what, object=o.name, where=o.name)
+
+
 def moves(facts: Facts) -> Iterator[Violation]:
     """What enters HBM or leaves it does so in a window in which the table has it there."""
     for at in facts.steps():
@@ -149,6 +159,7 @@ def check_summary(facts: Facts, places: Places) -> Iterator[Violation]:
     yield from peak(facts)
     yield from pool_peaks(facts, places)
     yield from residency_table(facts, places)
+    yield from starts(facts)
     yield from moves(facts)
     yield from uses_table(facts)
     yield from check_verdict(facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rollplex.ir.check.facts import Facts
@@ -57,6 +58,9 @@ def _explained(facts: Facts, why: Infeasible, right: Over | None) -> Iterator[Vi
         yield Violation("infeasible", "its objects are not those of the window", where=why.window)
     if [n for _, n in listed] != sorted((n for _, n in listed), reverse=True):
         yield Violation("infeasible", "its objects do not come by size", where=why.window)
+    for change, count in Counter(r.change for r in why.remedies).items():
+        if count > 1:
+            yield Violation("infeasible", f"the remedy `{change}` is there {count} times", where=why.window)
     for remedy in why.remedies:
         try:
             change_job(job_of(facts.plan), remedy.change.split(" "))

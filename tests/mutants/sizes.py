@@ -1,0 +1,140 @@
+"""Faults of size and choice: bytes that the job does not give, weight classes and degrees of another model or job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mutants.agree import with_job
+from mutants.edit import mutant, summarise, with_layout, with_object
+from mutants.layout import classes, with_class
+from rollplex.ir.check.sizes import OF_PROCESSES, OF_ROLES, OF_TURNS
+from rollplex.ir.plan import Candidate, Plan
+
+PAGE = 2 << 20
+
+
+@mutant("size")
+def object_of_another_size(plan: Plan) -> Iterator[Plan]:
+    """One byte too small for its job, or a page too large."""
+    for o in plan.summary.objects:
+        if o.name in OF_PROCESSES or o.name.rpartition(".")[2] in (*OF_ROLES, *OF_TURNS):
+            yield with_object(plan, o.name, bytes=o.bytes + PAGE)
+            yield with_object(plan, o.name, bytes=max(0, o.bytes - PAGE))
+
+
+@mutant("class")
+def object_of_another_class(plan: Plan) -> Iterator[Plan]:
+    for o in plan.summary.objects:
+        for other in ("permanent", "regenerable", "boundary", "phase-local"):
+            sized = o.name in OF_PROCESSES or o.name.rpartition(".")[2] in (*OF_ROLES, *OF_TURNS)
+            if sized and other != o.class_:
+                yield with_object(plan, o.name, class_=other)
+
+
+@mutant("size", "asked")
+def job_of_longer_prompts(plan: Plan) -> Iterator[Plan]:
+    yield with_job(plan, "workload", "prompt_tokens", value=plan.job["workload"]["prompt_tokens"] * 2)
+
+
+@mutant("asked")
+def saved_state_where_the_job_does_not_want_it(plan: Plan) -> Iterator[Plan]:
+    for o in plan.summary.objects:
+        places = set(o.residency.values()) - {"-"}
+        for wanted in ("hbm", "host", "dropped") if o.attached and o.class_ == "phase-local" else ():
+            if places - {wanted}:
+                yield with_job(plan, "roles", o.role, "prefix_saved", value=wanted)
+
+
+@mutant("asked")
+def copies_of_another_job(plan: Plan) -> Iterator[Plan]:
+    """The training ranks repeat a role's model, or cut its optimizer, as the job does not say."""
+    kind = plan.processes["train"]
+    for role in plan.job["roles"]:
+        edits: list[dict[str, Any]] = [
+            {"role_data_parallel": {**kind.role_data_parallel, role: kind.copies(role) * 2}},
+            {"role_replicas": {**kind.role_replicas, role: kind.replicas(role) * 2}},
+            {"fully_sharded": tuple({*kind.fully_sharded} ^ {role})},
+            {"distributed_optimizer": tuple({*kind.distributed_optimizer} ^ {role})},
+        ]
+        for fields in edits:
+            yield plan.model_copy(update={"processes": {**plan.processes, "train": kind.model_copy(update=fields)}})
+
+
+# ---- weight classes
+
+
+@mutant("layout-class")
+def class_of_another_model(plan: Plan) -> Iterator[Plan]:
+    for c in classes(plan):
+        for what in ("tensors", "params", "shard_bytes", "pieces", "slabs"):
+            yield with_class(plan, c.name, **{what: getattr(c, what) + 1})
+
+
+@mutant("layout-class")
+def tensor_unlike_its_class(plan: Plan) -> Iterator[Plan]:
+    listed = plan.summary.layout.tensors
+    for i in {next((i for i, t in enumerate(listed) if t.case == k), -1) for k in (1, 2, 3)} - {-1}:
+        changed = listed[i].model_copy(update={"slabs": listed[i].slabs + 1})
+        yield with_layout(plan, tensors=(*listed[:i], changed, *listed[i + 1 :]))
+
+
+@mutant("layout-class")
+def needs_of_nobody(plan: Plan) -> Iterator[Plan]:
+    yield with_layout(plan, needs=(*plan.summary.layout.needs, "an engine that can do more"))
+
+
+@mutant("layout-alternative")
+def alternative_that_does_not_add_up(plan: Plan) -> Iterator[Plan]:
+    told = plan.summary.layout.alternatives
+    for i, a in enumerate(told):
+        case = a.cases["2"]
+        edits: list[dict[str, Any]] = [
+            {"case3_buffer_bytes": a.case3_buffer_bytes + 1},
+            {"cases": {**a.cases, "2": case.model_copy(update={"params": case.params + 1})}},
+            {"cases": {**a.cases, "2": case.model_copy(update={"bytes": case.bytes + 1})}},
+        ]
+        for fields in edits:
+            yield with_layout(plan, alternatives=(*told[:i], a.model_copy(update=fields), *told[i + 1 :]))
+        yield with_layout(plan, alternatives=(*told[:i], *told[i + 1 :]))
+        yield with_layout(plan, alternatives=(*told, a))
+
+
+@mutant("layout-exchange")
+def shard_of_another_size_sent(plan: Plan) -> Iterator[Plan]:
+    if not classes(plan):
+        yield with_layout(plan, exchange_bytes_per_gpu=plan.summary.layout.exchange_bytes_per_gpu + 1)
+
+
+# ---- degrees
+
+
+@mutant("degrees")
+def degrees_of_another_job(plan: Plan) -> Iterator[Plan]:
+    key, wide = "roles.actor.train.tensor_parallel", plan.job["roles"]["actor"]["train"]["tensor_parallel"]
+    yield summarise(plan, degrees={key: wide * 2})
+    yield summarise(plan, degrees={}, runners_up=(_other({key: wide}),))
+    for degrees in ({key: wide}, {key: 3 * wide}, {key: wide, "cluster.nodes": 2}):
+        yield summarise(plan, degrees={key: wide}, runners_up=(_other(degrees),))
+
+
+@mutant("degrees")
+def choice_that_contradicts_itself(plan: Plan) -> Iterator[Plan]:
+    """It fits and says why not, has no step, is larger than a GPU, or would have been the better one."""
+    key, wide = "roles.actor.train.tensor_parallel", plan.job["roles"]["actor"]["train"]["tensor_parallel"]
+    step, capacity = plan.summary.times.step_s, plan.summary.capacity_bytes
+    edits: list[dict[str, Any]] = [
+        {"why_not": "no reason"},
+        {"step_s": None},
+        {"peak_bytes": capacity + 1},
+        {"compiled": False},
+        *([{"step_s": step / 2}] if step else []),
+    ]
+    for fields in edits:
+        good = {"feasible": True, "step_s": step + 1.0, "peak_bytes": 1, "why_not": "", "compiled": True}
+        yield summarise(plan, degrees={key: wide}, runners_up=(_other({key: wide * 2}, **{**good, **fields}),))
+
+
+def _other(degrees: dict[str, int], **fields: Any) -> Candidate:
+    told: dict[str, Any] = {"feasible": False, "step_s": 1.0, "peak_bytes": 1, "why_not": "too large", **fields}
+    return Candidate(degrees=degrees, **told)
