@@ -247,6 +247,10 @@ RULES = {
         [("  frames: 16", "  response_median: 4096")],
         "job.yaml:27: response_median 4096 exceeds the budget response_tokens 2048",
     ),
+    "all of a text model frozen": (
+        [("Qwen2.5-VL-32B", "Llama-3.1-8B"), ("  frames: 16", "  frames: 0"), ("[vision]", "[language]")],
+        "job.yaml:17: every part of `actor` is frozen: Llama-3.1-8B has no vision tower\n    try: freeze: []",
+    ),
     "frames of a text model": (
         [("Qwen2.5-VL-32B", "Llama-3.1-8B")],
         "job.yaml:27: Llama-3.1-8B has no vision tower\n    try: frames: 0",

@@ -33,7 +33,11 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     findings += bad_pools
     if not no_model:
         findings += seen_rules(job)
-        findings += [*(f for path, section in _sections(job) for f in degrees(job, path, section)), *_visual(job)]
+        findings += [
+            *(f for path, section in _sections(job) for f in degrees(job, path, section)),
+            *_visual(job),
+            *_frozen(job),
+        ]
     if not bad_roles and not bad_pools:
         findings += [*_ratio(job), *_batches(job), *_sampled(job)]
     if not bad_roles and not no_model:
@@ -215,6 +219,14 @@ def _workload(job: Job) -> Iterator[Finding]:
         if median is not None and median > budget:
             what = f"{kind}_median {median} exceeds the budget {kind}_tokens {budget}"
             yield Finding(("workload", f"{kind}_median"), what, uses=(("workload", f"{kind}_tokens"),))
+
+
+def _frozen(job: Job) -> Iterator[Finding]:
+    """A model without a tower trains its language model or nothing."""
+    for name, role in job.roles.items():
+        if role.train and not role.lora and set(role.freeze) == {"language"} and job.spec_of(name).vision is None:
+            what = f"every part of `{name}` is frozen: {job.spec_of(name).name} has no vision tower"
+            yield Finding(("roles", name, "freeze"), what, "freeze: []", (("model", "name"),))
 
 
 def _visual(job: Job) -> Iterator[Finding]:
