@@ -284,6 +284,10 @@ def test_a_job_that_cannot_work_is_refused_before_anything_is_planned(case: str,
     ("train", "message"),
     [
         ("{tensor_parallel: 2}", "no sequence parallelism on cpu\n    try: sequence_parallel: false"),
+        (
+            "{tensor_parallel: 4, sequence_parallel: false}",
+            "no repeated KV heads on cpu: 4 ranks, 2 KV heads\n    try: at most 2",
+        ),
         ("{pipeline_parallel: 2}", "no pipeline_parallel on cpu\n    try: leave it out"),
         ("{distributed_optimizer: true}", "no distributed_optimizer on cpu\n    try: leave it out"),
         ("{}\n    recompute: selective", "no recompute selective on cpu\n    try: none or full"),
@@ -291,7 +295,7 @@ def test_a_job_that_cannot_work_is_refused_before_anything_is_planned(case: str,
 )
 def test_what_megatron_does_not_run_on_a_cpu_is_refused(train: str, message: str, tmp_path: Path) -> None:
     tiny(tmp_path)
-    text = TINY.replace("train: {engine: host}", f"train: {train}").replace("node: 1", "node: 2")
+    text = TINY.replace("train: {engine: host}", f"train: {train}").replace("node: 1", "node: 4")
     assert f"engine megatron has {message}" in str(refusal(tmp_path, text))
 
 

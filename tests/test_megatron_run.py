@@ -29,8 +29,9 @@ def megatron(tp: int) -> dict[str, Any]:
     return {"engine": "megatron", "tensor_parallel": tp, "sequence_parallel": False}
 
 
-def plan_of(train: dict[str, Any], schedule: str = "rollplex") -> Plan:
+def plan_of(train: dict[str, Any], schedule: str = "rollplex", order: str = "stock") -> Plan:
     return tiny_plan(
+        layout={"order": order},
         model={"dtype": "float64"},
         cluster={"capacity_gib": "32 MiB", "gpus_per_node": train.get("tensor_parallel", 1)},
         roles={"actor": {"train": train, "rollout": ROLLOUT}, "reference": {"score": train}},
@@ -41,16 +42,16 @@ def plan_of(train: dict[str, Any], schedule: str = "rollplex") -> Plan:
 
 
 @cache
-def result(tp: int, schedule: str = "rollplex") -> RunResult:
+def result(tp: int, schedule: str = "rollplex", order: str = "stock") -> RunResult:
     """Two steps; TP 0 is the host engine."""
-    plan = plan_of(megatron(tp) if tp else HOST, schedule)
+    plan = plan_of(megatron(tp) if tp else HOST, schedule, order)
     return run_plan(plan, hosts={"reward": luck}, out_dir=Path(mkdtemp()) / "run")
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_steps_are_those_of_the_host_engine(tp: int) -> None:
+@pytest.mark.parametrize(("tp", "order"), [(1, "stock"), (2, "stock"), (2, "reindex")])
+def test_the_steps_are_those_of_the_host_engine(tp: int, order: str) -> None:
     """In float64, two updates with clipping and weight decay: the same samples, losses, norms and weights."""
-    host, found = result(0), result(tp)
+    host, found = result(0), result(tp, order=order)
     for a, b in zip(host.report.metrics, found.report.metrics, strict=True):
         for name in ("reward", "loss", "grad_norm", "response_tokens"):
             assert a[name] == pytest.approx(b[name], abs=1e-10), name
@@ -91,5 +92,8 @@ def test_the_plans_are_what_they_are_said_to_be() -> None:
     assert (views[1]["qkv"], views[1]["o"], views[1]["gate_up"]) == ("rebuild", "transpose", "slabs")
     assert [type(s) for s in one.programs["train"] if isinstance(s, Exchange | Rebuild)] == [Rebuild]
     assert [type(s) for s in two.programs["train"] if isinstance(s, Exchange | Rebuild)] == [Exchange, Rebuild]
+    joined = plan_of(megatron(2), order="reindex").summary.layout
+    assert {"qkv": "reindex", "gate_up": "interleave"}.items() <= {c.name: c.view for c in joined.classes}.items()
+    assert joined.case3_buffer_bytes == 0
     assert not one.not_executable
     assert not two.not_executable

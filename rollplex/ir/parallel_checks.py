@@ -185,6 +185,10 @@ def _megatron_on_cpu(job: Job, path: KeyPath, section: Train) -> Iterator[Findin
     if section.sequence_parallel and section.tensor_parallel > 1:
         what = "engine megatron has no sequence parallelism on cpu"
         yield Finding((*path, "sequence_parallel"), what, "sequence_parallel: false", (("cluster", "gpu"),))
+    kv_heads = job.spec_of(str(path[1])).kv_heads
+    if section.tensor_parallel > kv_heads:
+        what = f"engine megatron has no repeated KV heads on cpu: {section.tensor_parallel} ranks, {kv_heads} KV heads"
+        yield Finding((*path, "tensor_parallel"), what, f"at most {kv_heads}", (("model",), ("cluster", "gpu")))
     role = job.roles[str(path[1])]
     for key, value, hint in (("recompute", "selective", "none or full"), ("attention", "unfused", "flash")):
         if getattr(role, key) == value:
