@@ -57,9 +57,9 @@ def test_another_backend(tmp_path: Path) -> None:
 
 def test_a_model_cut_over_ranks_is_not_for_the_host_backend(tmp_path: Path) -> None:
     plan = tiny_plan()
-    rollout = plan.processes["rollout"].model_copy(update={"ranks": 2, "tensor_parallel": 2})
-    plan = plan.model_copy(update={"processes": {**plan.processes, "rollout": rollout}})
-    refused(plan, RunError, r"backend host runs whole models, the plan cuts them over 2 rollout ranks", tmp_path / "r")
+    train = plan.processes["train"].model_copy(update={"ranks": 2, "tensor_parallel": 2})
+    plan = plan.model_copy(update={"processes": {**plan.processes, "train": train}})
+    refused(plan, RunError, r"backend host trains whole models, the plan cuts them over 2 ranks", tmp_path / "r")
 
 
 def test_a_step_the_host_backend_does_not_have(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What no backend can execute of a plan: such a plan says so on its first line, and `run` refuses it.
 
-no backend executes it yet: engine megatron; engine vllm; tensor_parallel 8: the host backend runs whole models
+no backend executes it yet: engine megatron; engine vllm; schedule naive
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def not_executable(module: Module) -> tuple[str, ...]:
 
 
 def _of_ranks(job: Job) -> Iterator[str]:
-    """Ranks that no backend can be: of those that run, Megatron alone cuts a model, and it trains."""
+    """Ranks that no backend can be: of the trainers that run, Megatron alone cuts a model."""
     if job.cluster.nodes > 1:
         yield f"{job.cluster.nodes} nodes: all ranks run on one machine"
     trainers = [job.trainer(name) for name in job.roles]
-    whole = [t.tensor_parallel for t in trainers if not (job.on_host and t.engine == "megatron")]
-    cut = max([job.rollout_tp, *whole])
+    cut = max((t.tensor_parallel for t in trainers if t.engine == "host"), default=1)
     if cut > 1:
-        yield f"tensor_parallel {cut}: the host backend runs whole models"
+        yield f"tensor_parallel {cut}: the host backend trains whole models"
 
 
 def _of_roles(job: Job) -> Iterator[str]:

@@ -43,8 +43,8 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
                 plan.algorithm,
                 "set the roles' engines to host and cluster.gpu to cpu, or inspect the plan with `compile --plan-only`",
             )
-        elif process.engine == "host" and process.tensor_parallel != 1:
-            what = f"backend host runs whole models, the plan cuts them over {process.tensor_parallel} {kind} ranks"
+        elif (kind, process.engine) == ("train", "host") and process.tensor_parallel != 1:
+            what = f"backend host trains whole models, the plan cuts them over {process.tensor_parallel} ranks"
             yield Problem(what, plan.algorithm)
     dtype = plan.job["model"]["dtype"]
     if dtype not in DTYPES:

@@ -246,8 +246,8 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
     asked = [f"engine {e}" for e in sorted({s.engine for s in sections}) if not runs(e, job.on_host)]
     if job.cluster.nodes > 1:
         asked.append(f"{job.cluster.nodes} nodes")
-    whole = [s for s in sections if not (job.on_host and s.engine == "megatron")]
-    if (cut := max(s.tensor_parallel for s in whole)) > 1:
+    trainers = [s for role in job.roles.values() for s in (role.train, role.score) if s and s.engine == "host"]
+    if (cut := max((s.tensor_parallel for s in trainers), default=1)) > 1:
         asked.append(f"tensor_parallel {cut}")
     if job.schedule in ("naive", "disaggregated") or job.ablate:
         asked.append(f"schedule {job.schedule}")
