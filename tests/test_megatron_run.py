@@ -13,7 +13,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from runtime_tiny import luck, tiny_plan
+from runtime_tiny import CONFIG, luck, tiny_plan
 from safetensors.torch import load_file
 
 from rollplex.ir.plan import Plan
@@ -82,6 +82,43 @@ def test_after_the_exchange_every_gpu_has_the_whole_shard() -> None:
     assert digests["actor.snapshot"] == digests["actor.snapshot.tp1"]
     assert digests["actor.vision"] == digests["actor.vision.tp1"]
     assert digests["actor.master"] != digests["actor.master.tp1"]
+
+
+CUTS = [(2, 2, 2, "stock", 2), (2, 1, 4, "stock", 2), (4, 2, 4, "stock", 4), (4, 1, 4, "reindex", 4)]
+"""TP of training and rollout, GPUs, row order, KV heads: the megatron backend has one for each rank at least."""
+
+
+@cache
+def cut_result(train: int, rollout: int, gpus: int, order: str, kv_heads: int) -> RunResult:
+    """Two steps of four prompts; TP 0 is the host engine."""
+    trainer, roller = (megatron(train), {**ROLLOUT, "tensor_parallel": rollout}) if train else (HOST, ROLLOUT)
+    plan = tiny_plan(
+        model={"dtype": "float64", "config": {**CONFIG, "num_key_value_heads": kv_heads}},
+        cluster={"capacity_gib": "32 MiB", "gpus_per_node": gpus},
+        roles={"actor": {"train": trainer, "rollout": roller}, "reference": {"score": trainer}},
+        workload={"prompts": 4},
+        optimizer={"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
+        run={"silent_s": 60},
+        layout={"order": order},
+    )
+    return run_plan(plan, hosts={"reward": luck}, out_dir=Path(mkdtemp()) / "run")
+
+
+@pytest.mark.parametrize(("train", "rollout", "gpus", "order", "kv_heads"), CUTS)
+def test_every_ratio_of_cuts_takes_the_steps_of_one_gpu(
+    train: int, rollout: int, gpus: int, order: str, kv_heads: int
+) -> None:
+    """TP 2 to 2, 2 to 1 with two copies, 4 to 2, 4 to 1: samples, losses, norms and weights of the host on one GPU."""
+    one, found = cut_result(0, 1, 1, "stock", kv_heads), cut_result(train, rollout, gpus, order, kv_heads)
+    for a, b in zip(one.report.metrics, found.report.metrics, strict=True):
+        for name in ("reward", "loss", "grad_norm", "response_tokens"):
+            assert a[name] == pytest.approx(b[name], abs=1e-10), name
+    wanted, weights = (load_file(r.final / "model.safetensors") for r in (one, found))
+    assert max((wanted[name] - weights[name]).abs().max() for name in wanted) <= 1e-10
+    assert [row for row in found.report.objects if not row.as_planned] == []
+    inodes = {process: facts["inodes"] for process, facts in found.facts.items()}
+    for gpu in range(gpus):
+        assert inodes[ProcessId("train", gpu)] == inodes[ProcessId("rollout", gpu)]
 
 
 def test_the_plans_are_what_they_are_said_to_be() -> None:
