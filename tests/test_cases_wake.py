@@ -46,9 +46,9 @@ def woken_without_kv(plan: Plan) -> Plan:
 
 
 def woken_beside_the_trainer(plan: Plan) -> Plan:
-    """Adam's state comes to HBM for the update; here it is still there when the KV cache is mapped again."""
-    at = place(plan, "rollout", "theta-quiet") + 1
-    window = "P3 update"
+    """The trainer's activations fill the GPU; here the KV cache is mapped again before they are gone."""
+    at = place(plan, "rollout", "theta-quiet")
+    window = "P2 train-actor"
     back = (Map(window=window, object=KV), Unmap(window=window, object=KV))
     return insert(plan, "rollout", at, *back)
 
@@ -100,5 +100,7 @@ def test_a_whole_sleep_and_wake_is_legal_where_the_host_has_room() -> None:
     assert {v.kind for v in check_plan(slept)} == {"host-capacity"}
     backup = objects(plan)[WEIGHTS].bytes
     host, cluster = plan.summary.host_capacity_bytes + backup, plan.job["cluster"]
-    roomy = {**plan.job, "cluster": {**cluster, "host_memory_gb": host * cluster["gpus_per_node"] / 10**9}}
-    assert not check_plan(summarise(slept, host_capacity_bytes=host).model_copy(update={"job": roomy}))
+    whole = host * cluster["gpus_per_node"]
+    roomy = {**plan.job, "cluster": {**cluster, "host_memory_gb": whole / 10**9}}
+    node = plan.summary.node.model_copy(update={"capacity_bytes": whole})
+    assert not check_plan(summarise(slept, host_capacity_bytes=host, node=node).model_copy(update={"job": roomy}))

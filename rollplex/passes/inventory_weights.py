@@ -135,16 +135,19 @@ class WeightRows(AdapterRows):
         )  # fmt: skip
 
     def _trained_weights(self, role: str) -> Iterator[StateObject]:
-        """Of a role that nobody samples from: its snapshot has no readers and may leave HBM."""
+        """Of a role that nobody samples from: its snapshot has no readers and may leave HBM, if its engine offloads."""
         windows = self.role_windows(role, "prefix", "train", "update")
         options: frozenset[Residency] = frozenset({"hbm"} if self.off("state_offload") else {"hbm", "host"})
+        places: Places = {"always": self.naive, "options": options}
+        if self.job.whole_sequences(role):
+            places = self._kept(role)
         vision = weight_bytes(self.job, role, "vision")
         parts = [("snapshot", f"{self._format(role)} snapshot", self.language_bytes(role))]
         parts += [("vision", "vision tower", vision)] if trains_vision(self.job, role) else []
         for name, title, nbytes in parts:
             yield StateObject(
                 f"{role}.{name}", f"{role} {title}", "regenerable", role, nbytes, self.uses(windows),
-                always=self.naive, options=options, why="trained and not sampled from: no other process reads it",
+                **places, why="trained and not sampled from: no other process reads it",
             )  # fmt: skip
         if not trains_vision(self.job, role):
             again = self.role_windows(role, "train") if self.job.roles[role].prefix_saved == "dropped" else ()
