@@ -9,6 +9,7 @@ from rollplex.ir.lora import merges
 from rollplex.ir.plan import Residency
 from rollplex.ir.work import trains_vision
 from rollplex.passes.inventory_adapters import AdapterRows
+from rollplex.passes.inventory_rows import Places
 from rollplex.passes.state import StateObject
 from rollplex.passes.work import communicators, process_bytes, shares_tower, weight_bytes
 
