@@ -67,15 +67,13 @@ def _usable(name: str, work: Work) -> bool:
         return False
 
 
-@cache
 def _own() -> tuple[str, ...]:
     """Folders of rollplex.backends with a `facts` module; nothing is imported to find them."""
     home = sys.modules.get(_HOME) or importlib.util.find_spec(_HOME)
-    folders = getattr(home, "__path__", None) or getattr(home, "submodule_search_locations", None) or ()
-    return _in(tuple(map(str, folders)))
+    return _in(tuple(getattr(home, "__path__", None) or getattr(home, "submodule_search_locations", None) or ()))
 
 
 @cache
 def _in(folders: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the backends in these folders; a job asks a hundred times, the disk is asked once."""
+    """Asked for every section of every job that a remedy tries."""
     return tuple(sorted(p.parent.name for folder in folders for p in Path(folder).glob("*/facts.py")))

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollplex.backends.host.planned import in_pool
 from rollplex.ir.checker import verify_plan
+from rollplex.ir.engines import runs
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
@@ -16,7 +17,6 @@ from rollplex.ir.steps import Exchange, Rebuild
 from rollplex.runtime.feed import Feed, parameters_of
 
 HOST_FUNCTION = Callable[..., Any]
-RUNS_HERE = ("host", "megatron")
 DTYPES = ("float32", "float64")
 
 
@@ -36,8 +36,9 @@ def check_plan(plan: Plan) -> None:
 
 
 def _not_executable(plan: Plan) -> Iterator[Problem]:
+    cpu = plan.job["cluster"]["gpu"].lower() == "cpu"
     for kind, process in plan.processes.items():
-        if kind != "controller" and process.engine not in RUNS_HERE:
+        if kind != "controller" and not runs(process.engine, cpu):
             yield Problem(
                 f"backend {process.engine} is not implemented yet for run ({kind})",
                 plan.algorithm,
