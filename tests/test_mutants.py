@@ -11,18 +11,20 @@ from collections import Counter
 
 import pytest
 from mutants.everywhere import edits
-from mutants.fields import walk
+from mutants.fields import Rows, note, page_rows, walk
 from mutants.harmless import FREE, reason
 from mutants.plans import PLANS, good
 
 MOST = int(os.environ.get("ROLLPLEX_MUTANTS", "0"))
 COUNTS: Counter[str] = Counter()
+ROWS: Rows = {}
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_no_harmful_edit_survives(name: str) -> None:
     survivors = []
     for edit, rules, why in walk(name, MOST):
+        note(ROWS, edit, rules, why)
         COUNTS["refused" if rules else f"harmless: {why}"] += 1
         if not rules and not why:
             survivors.append(str(edit))
@@ -41,6 +43,15 @@ def test_the_reasons_are_not_for_everything() -> None:
     plan = good("rollplex")
     every = edits(plan, MOST or 1, seed=0)
     assert sum(bool(reason(plan, e)) for e in every) < 0.25 * len(every)
+
+
+def test_the_page_says_which_rule_sees_which_field() -> None:
+    """What was found above stands in docs/plan.md: every field, one of its rules, every reason to pass."""
+    told = page_rows()
+    assert set(ROWS) <= set(told), f"python tools/fields.py: {sorted(set(ROWS) - set(told))}"
+    for field, row in ROWS.items():
+        assert row.passes <= told[field].passes, f"python tools/fields.py: {field} passes"
+        assert not row.rules or row.rules.keys() & told[field].rules, f"python tools/fields.py: {field}"
 
 
 def test_fields_that_are_free_are_free() -> None:

@@ -150,6 +150,16 @@ def loss_with_another_record(plan: Plan) -> Iterator[Plan]:
 
 
 @mutant("loss")
+def loss_that_reads_itself(plan: Plan) -> Iterator[Plan]:
+    """A record is made of its own value, or of one that is made of it: no walk behind it ends by itself."""
+    for role, loss in plan.losses.items():
+        for i, record in enumerate(loss.step):
+            for later in (record, loss.step[-1]):
+                knot = record.model_copy(update={"args": (*record.args, {"ref": later.name})})
+                yield with_loss(plan, role, step=(*loss.step[:i], knot, *loss.step[i + 1 :]))
+
+
+@mutant("loss")
 def loss_with_another_list(plan: Plan) -> Iterator[Plan]:
     for role, loss in plan.losses.items():
         for name in ("forward", "wide", "wide_inputs", "sliced", "whole"):

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from mutants.agree import with_job
-from mutants.edit import mutant, summarise, with_layout, with_object
+from mutants.edit import change, mutant, put, steps, summarise, with_layout, with_object
 from mutants.layout import classes, with_class
 from rollplex.ir.check.sizes import OF_PROCESSES, OF_ROLES, OF_TURNS
 from rollplex.ir.plan import Candidate, Plan
+from rollplex.ir.steps import Exchange
 
 PAGE = 2 << 20
 
@@ -104,6 +105,19 @@ def alternative_that_does_not_add_up(plan: Plan) -> Iterator[Plan]:
 def shard_of_another_size_sent(plan: Plan) -> Iterator[Plan]:
     if not classes(plan):
         yield with_layout(plan, exchange_bytes_per_gpu=plan.summary.layout.exchange_bytes_per_gpu + 1)
+
+
+@mutant("layout-exchange", "missing-exchange")
+def tower_sent_by_nobody(plan: Plan) -> Iterator[Plan]:
+    yield with_layout(plan, tower_bytes=plan.summary.layout.tower_bytes + 1)
+
+
+@mutant("missing-exchange")
+def slabs_from_one_rank(plan: Plan) -> Iterator[Plan]:
+    """What every rank has a piece of is sent by one of them."""
+    for process, i, step in steps(plan, Exchange):
+        if step.op == "all_gather":
+            yield put(plan, process, i, change(step, op="broadcast"))
 
 
 # ---- degrees

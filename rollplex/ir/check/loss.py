@@ -11,7 +11,7 @@ do not tell whether prompts are mixed (a mean over dim -1), both readings are al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -204,15 +204,20 @@ def _wide(e: Expected) -> Iterator[Violation]:
     right = [n for n, known in mixed.items() if known or (known is None and n in e.loss.wide)]
     if list(e.loss.wide) != right:
         yield _lists(e, "wide", e.loss.wide, right)
-    made, todo, given = {r.name: r for r in e.loss.step}, list(right), set[str]()
+    given = _given(right, {r.name: r for r in e.loss.step})
+    if list(e.loss.wide_inputs) != given:
+        yield _lists(e, "wide_inputs", e.loss.wide_inputs, given)
+
+
+def _given(names: Sequence[str], made: Mapping[str, NodeRecord]) -> list[str]:
+    """What values are made of and no record makes; a record of a plan file may read itself."""
+    todo, seen = list(names), set[str]()
     while todo:
         name = todo.pop()
-        if name in made:
-            todo += inputs(made[name])
-        else:
-            given.add(name)
-    if list(e.loss.wide_inputs) != sorted(given):
-        yield _lists(e, "wide_inputs", e.loss.wide_inputs, sorted(given))
+        if name not in seen:
+            seen.add(name)
+            todo += inputs(made[name]) if name in made else ()
+    return sorted(seen - set(made))
 
 
 def _lists(e: Expected, what: str, told: Sequence[str], right: Sequence[str]) -> Violation:

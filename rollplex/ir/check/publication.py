@@ -165,6 +165,14 @@ def together(u: Update) -> Iterator[Violation]:
                 yield Violation("publish-order", f"published in {at.step.window}", gather, step.object)
 
 
+def gathered(facts: Facts) -> Iterator[Violation]:
+    """Slabs of a shard and shares of replicas come from every rank: only a whole tower comes from one."""
+    for at in facts.steps():
+        if isinstance(at.step, Exchange) and (at.step.op == "broadcast") != (at.step.group == "pp"):
+            what = f"it is a {at.step.op} over group {at.step.group}; stages are sent a tower, all others gather"
+            yield Violation("missing-exchange", what, at, at.step.object)
+
+
 def before_quiet(facts: Facts) -> Iterator[Violation]:
     """Whatever rewrites or publishes weights stands behind theta-quiet and concerns weights (paper section 3.1)."""
     for at in facts.steps():
@@ -216,6 +224,7 @@ BY_ROLE: tuple[Callable[[Update], Iterator[Violation]], ...] = (exchange, tower,
 def check_publication(facts: Facts) -> Iterator[Violation]:
     """Everything that is wrong between the last chunk and the next iteration."""
     yield from before_quiet(facts)
+    yield from gathered(facts)
     yield from frozen(facts)
     yield from tensor_parallel(facts)
     yield from ranks(facts)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.job import Job
+from rollplex.ir.lora import trained_parts
 from rollplex.ir.planned_layout import LayoutAlternative, LayoutClass
 from rollplex.ir.shards import EXPERTS
 from rollplex.ir.spec import ModelSpec
@@ -121,6 +122,14 @@ def groups(facts: Facts, job: Job) -> Iterator[Violation]:
         yield Violation("layout-placement", "ranks of the rollout pool do not follow each other", where="layout")
 
 
+def tower_sent(facts: Facts, job: Job) -> Iterator[Violation]:
+    """A tower is sent where it is trained, by the first of several pipeline stages."""
+    told, trained = facts.plan.summary.layout.tower_bytes, "vision" in trained_parts(job, job.policy)
+    if told and (job.stages == 1 or not trained or not job.spec.vision):
+        what = f"{told:,} bytes of the tower are sent to other stages, which nothing changes there"
+        yield Violation("layout-exchange", what, nbytes=told, where="layout")
+
+
 def alternatives(facts: Facts, job: Job) -> Iterator[Violation]:
     """Each other order once, with all parameters, and a buffer of whole classes."""
     layout = facts.plan.summary.layout
@@ -163,5 +172,5 @@ def check_weight_classes(facts: Facts, job: Job) -> Iterator[Violation]:
     if facts.plan.summary.layout.classes:
         yield from classes(facts, job)
         yield from towers(facts, job)
-    for check in (order, groups, alternatives):
+    for check in (order, groups, tower_sent, alternatives):
         yield from check(facts, job)
