@@ -92,12 +92,13 @@ CASES = [
 @cache
 def plan_of(train: int, rollout: int, order: str, is_tied: bool) -> Plan:
     config = tied(MODEL) if is_tied else MODEL
+    trainer = {"engine": "megatron", "tensor_parallel": train, "sequence_parallel": False}
     roles = {
         "actor": {
-            "train": {"engine": "megatron", "tensor_parallel": train},
+            "train": trainer,
             "rollout": {"engine": "host", "tensor_parallel": rollout, "kv_cache_gib": "8 MiB", "runtime_gib": "1 MiB"},
         },
-        "reference": {"score": {"engine": "megatron", "tensor_parallel": train}},
+        "reference": {"score": trainer},
     }
     job = tiny_job(
         model={"name": "tiny", "config": config, "dtype": "float64"},
