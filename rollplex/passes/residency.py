@@ -44,6 +44,7 @@ from ortools.sat.python import cp_model
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency as Place
 from rollplex.ir.plan import SolverResult
+from rollplex.passes.layout import Layout
 from rollplex.passes.residency_data import PLACES, UNIT, Data, Item, gather
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
@@ -258,7 +259,7 @@ class ResidencyPass:
     """
 
     name: ClassVar[str] = "residency"
-    needs: ClassVar[tuple[type, ...]] = (Schedule, Lifetimes)
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, Lifetimes)
     makes: ClassVar[type] = Residency
 
     def run(self, module: Module) -> Module:
