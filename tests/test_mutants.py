@@ -13,7 +13,9 @@ import pytest
 from mutants.everywhere import edits
 from mutants.fields import Rows, note, page_rows, walk
 from mutants.harmless import FREE, reason
-from mutants.plans import PLANS, good
+from mutants.plans import PLANS, compiled, good
+
+from rollplex.ir.checker import check_plan
 
 MOST = int(os.environ.get("ROLLPLEX_MUTANTS", "0"))
 COUNTS: Counter[str] = Counter()
@@ -58,3 +60,13 @@ def test_fields_that_are_free_are_free() -> None:
     """Every reason of the list of free fields lets some edit pass: the list holds nothing that is seen."""
     passing = {count.removeprefix("harmless: ") for count in COUNTS}
     assert set(FREE) <= passing, sorted(set(FREE) - passing)
+
+
+def test_a_call_of_what_is_no_name_is_refused() -> None:
+    """An argument of a record may be anything that JSON has, where a role's name belongs."""
+    plan = compiled("rollplex")
+    call = next(i for i, r in enumerate(plan.graph) if r.op == "rx.suffix")
+    record = plan.graph[call]
+    edited = record.model_copy(update={"args": ({"ref": "x"}, *record.args[1:]), "kwargs": {"head": "values"}})
+    graph = (*plan.graph[:call], edited, *plan.graph[call + 1 :])
+    assert check_plan(plan.model_copy(update={"graph": graph}))

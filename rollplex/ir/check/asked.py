@@ -137,7 +137,7 @@ def roles(facts: Facts, job: Job) -> Iterator[Violation]:
                 "asked", f"{o.name} belongs to {o.role or 'no role'}, which the job does not have", object=o.name
             )
     for record in facts.plan.graph:
-        if is_call(record) and record.op != "rx.host" and record.args[0] not in job.roles:
+        if is_call(record) and record.op != "rx.host" and record.args[0] not in tuple(job.roles):
             yield Violation("asked", f"it calls {record.args[0]}, which is no role of the job", where=f"%{record.name}")
         n = record.kwargs.get("n", record.args[2] if len(record.args) > 2 else None)
         each = job.group if facts.turn[record.name] == 1 else 1
@@ -151,7 +151,8 @@ SCALAR_HEADS = ("values", "score")
 
 def heads(facts: Facts, job: Job) -> Iterator[Violation]:
     """A call takes of its role what the role's model ends in."""
-    for record in (r for r in facts.plan.graph if "head" in r.kwargs and r.args and r.args[0] in job.roles):
+    named = tuple(job.roles)  # compared, not hashed: an edited argument may be anything
+    for record in (r for r in facts.plan.graph if "head" in r.kwargs and r.args and r.args[0] in named):
         head, ends = record.kwargs["head"], job.spec_of(record.args[0]).head
         if head not in (SCALAR_HEADS if ends == "scalar" else ("logprobs",)):
             what = f"it takes {head} of {record.args[0]}, whose model ends in {ends}"
