@@ -15,6 +15,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rollplex.backends.megatron.names import Stored
 from rollplex.backends.megatron.rank import MegatronModel
+from rollplex.backends.megatron.weights import load_weights
 from rollplex.ir.errors import JobError
 
 ODD = {**CONFIG, "text_config": {**CONFIG["text_config"], "vocab_size": 70}}
@@ -32,7 +33,7 @@ def empty_rank(config: dict[str, Any], dtype: torch.dtype, stored: Stored) -> Me
 def through(config: dict[str, Any], dtype: torch.dtype, stored: Stored, source: Path, target: Path) -> bool:
     """Load `source` on every rank and save it as `target`; whether no element was left as it was."""
     rank = empty_rank(config, dtype, stored)
-    rank.load(source)
+    load_weights(source, rank.order, rank.views)
     rank.save(target)
     return not any(view.isnan().any() for view in rank.views.values())
 
@@ -65,14 +66,14 @@ def test_what_is_missing_or_too_small_is_all_named(tmp_path: Path) -> None:
     """Nothing is guessed: every difference is a line, before a byte is written."""
     rank = empty_rank(CONFIG, torch.float32, Stored())
     with pytest.raises(JobError, match=r"no \.safetensors file here"):
-        rank.load(tmp_path)
+        load_weights(tmp_path, rank.order, rank.views)
     small = {**tied(CONFIG), "text_config": {**CONFIG["text_config"], "intermediate_size": 32}}
     oracle_model(small, torch.float32).save_pretrained(tmp_path)
     with pytest.raises(JobError) as caught:
-        rank.load(tmp_path)
+        load_weights(tmp_path, rank.order, rank.views)
     assert "no tensor lm_head.weight" in str(caught.value)
     assert "layers.0.mlp.gate_proj.weight has 32 rows along axis 0, 64 are needed" in str(caught.value)
     assert rank.views["language.decoder.final_layernorm.weight"].isnan().all()
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(JobError, match="cannot read the weights"):
-        rank.load(tmp_path)
+        load_weights(tmp_path, rank.order, rank.views)

@@ -104,7 +104,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_leaves_nothing(victim: ProcessId
 
 
 def test_the_ranks_of_a_gpu_share_a_shard() -> None:
-    """TP 4 trains, TP 2 rolls out, two copies: engine e of a copy stands on GPUs e, e + 2 (engines.md, placement)."""
+    """TP 4 trains, TP 2 rolls out, two copies: engine e of a copy stands on GPUs e, e + 2 (paper section 3.3)."""
     found = job(4, 2, 8)
     engines: dict[int, list[int]] = {}
     for gpu in range(8):

@@ -65,10 +65,6 @@ class Groups:
                         members[name], groups[name] = tuple(group), made
         return cls(rank, members, groups)
 
-    def size(self, name: str) -> int:
-        """Ranks of the group."""
-        return len(self.members.get(name, (self.rank,)))
-
     def place(self, name: str) -> int:
         """This rank's number in the group."""
         return self.members.get(name, (self.rank,)).index(self.rank)

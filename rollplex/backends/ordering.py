@@ -1,4 +1,4 @@
-"""Row orders of fused weights that more than one engine uses (engines.md facts, paper section 3.3)."""
+"""Row orders of fused weights that more than one engine uses (paper section 3.3)."""
 
 from __future__ import annotations
 

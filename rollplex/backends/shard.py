@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -177,7 +178,7 @@ class _Regions:
         parts = len(names) if view == "slabs" else 1
         rows = sum(b.stop - b.start for b in blocks)
         rebuilt = view == "rebuild"
-        if rebuilt and sorted(_numbers(blocks)) != sorted(_numbers(read)):
+        if rebuilt and not _same_rows(blocks, read):
             what = f"rollout rank {self.rank} of {self.tp} reads {kind} rows that its {self.q} training ranks lack"
             raise RunError(what, where="layout", hint="choose a rollout tensor_parallel of at most the KV heads")
         shapes = {"weight": (rows, hidden)} | ({"bias": (rows,)} if kind == "qkv" and self.spec.qkv_bias else {})
@@ -226,7 +227,14 @@ def _numbers(blocks: tuple[Block, ...]) -> Iterator[tuple[str, int]]:
     return ((b.part, row) for b in blocks for row in range(b.start, b.stop))
 
 
+@cache
+def _same_rows(have: tuple[Block, ...], want: tuple[Block, ...]) -> bool:
+    """Whether both have the same rows, in whatever order; every layer asks."""
+    return sorted(_numbers(have)) == sorted(_numbers(want))
+
+
+@cache
 def _order(have: tuple[Block, ...], want: tuple[Block, ...]) -> Tensor:
-    """For each wanted row, its place among the rows that are there."""
+    """For each wanted row, its place among the rows that are there; every layer asks in every update."""
     place = {number: at for at, number in enumerate(_numbers(have))}
     return torch.tensor([place[number] for number in _numbers(want)])

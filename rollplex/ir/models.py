@@ -27,7 +27,6 @@ _REGISTRY = resources.files("rollplex.ir") / "registry"
 
 
 @lru_cache(maxsize=1)
-@lru_cache(maxsize=1)
 def model_names() -> tuple[str, ...]:
     """Names in the built-in registry."""
     return tuple(sorted(p.name.removesuffix(".json") for p in _REGISTRY.iterdir() if p.name.endswith(".json")))

@@ -35,7 +35,7 @@ from rollplex.ir.spec import Part
 class Replica:
     """`RoleModel` of one rank that has all of a role's weights; `trained` says whether gradients are wanted.
 
-    The role's planned objects hold its tensors end to end, in transformers' order.
+    The role's planned objects hold its language tensors as the rollout engine fuses them (placement.py).
     """
 
     def __init__(self, job: Job, role: str, objects: PlannedObjects, trained: bool) -> None:

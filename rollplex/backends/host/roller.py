@@ -74,10 +74,10 @@ class RolloutEngine:
         return dict.fromkeys(step.outputs, rollout)
 
     def exchange(self, step: Exchange) -> None:
-        raise AssertionError("one rollout rank has nobody to exchange with")
+        raise AssertionError("training ranks exchange weights")
 
     def rebuild(self, step: Rebuild) -> None:
-        raise AssertionError("host engines order every tensor alike")
+        raise AssertionError("the training rank of the GPU rebuilds")
 
     def finish(self) -> EngineReport:
         events, marks = self._objects.take_log()

@@ -4,7 +4,7 @@ q = 1    |embed|qkv|proj|fc1|fc2|norm| ..                    this rank's paramet
 q = 2    |embed0|embed1|qkv0|qkv1|proj0|proj1| .. |norm|     rank 2 R + j owns slab j of each tensor of rollout rank R
 
 A rollout shard is made tensor by tensor, so that an engine reads each of its tensors as one piece; what every rank has
-a copy of (norms) lies there once. `passes/layout_options.py` decides on it, engines.md section 3 explains it.
+a copy of (norms) lies there once. `passes/layout_options.py` decides on it (paper section 3.3).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One rank of a Megatron model over memory of the caller: what a training or scoring process calls.
 
 rank = MegatronModel(spec, torch.bfloat16, {"language": snapshot, "vision": tower}, group, Stored.planned(layout))
-rank.load(directory)                                          weights straight into the pages
 rank.accumulate(gradients)                                    from now on gradients go there
 prefix = rank.prefix(prompt, slot, attached=True)             keys and values of this rank's heads
 kv = boundary_leaf(prefix.kv)
@@ -77,10 +76,6 @@ class MegatronModel:
     def counted(self) -> tuple[Parameter, ...]:
         """The trained parameters that this rank counts in the gradient's norm; over all ranks, each element once."""
         return gradients.counted(self.trained, self.group.rank())
-
-    def load(self, directory: str | Path) -> None:
-        """Read this rank's weights from a Hugging Face directory; JobError lists what is missing."""
-        weights.load_weights(directory, self.order, self.views)
 
     def save(self, directory: str | Path) -> None:
         """Write all ranks' weights as a Hugging Face directory; every rank calls it."""

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu, silu
-from transformers import Qwen2_5_VLConfig
-from transformers.utils import logging as transformers_logging
 
+from rollplex.backends.host.model import parse_quietly
 from rollplex.ir.errors import JobError, Problem
 
 _EPS_VISION = 1e-6  # transformers states it in code, not in the config
@@ -26,10 +25,7 @@ def parse(config: Mapping[str, Any]) -> Any:
             f"the megatron backend runs model_type qwen2_5_vl, not {config.get('model_type')!r}",
             hint="use a Qwen2.5-VL config.json; examples/shapes/model has a small one",
         )
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    parsed: Any = Qwen2_5_VLConfig.from_dict(dict(config))
-    transformers_logging.set_verbosity(level)
+    parsed = parse_quietly(config)
     problems = list(_unable(parsed))
     if problems:
         raise JobError(*(Problem(f"the megatron backend has no {what}", hint=hint) for what, hint in problems))
