@@ -18,8 +18,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import psutil
+
 START_S = 120  # importing torch and both libraries on a busy machine
 RUN_S = 60  # longer than any such test takes; a rank that waits for a dead one ends here
+
+
+_KEPT: set[psutil.Process] = set()
+
+
+def children() -> list[psutil.Process]:
+    """All descendants of this process but the groups kept here, and what multiprocessing keeps beside them."""
+    return [process for process in psutil.Process().children(recursive=True) if process not in _KEPT]
 
 
 @cache
@@ -40,8 +50,10 @@ class Ranks:
             context.Process(target=_serve, args=(rank, count, meet, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
+        before = set(children())
         for process in self._processes:
             process.start()
+        _KEPT.update(set(children()) - before)
         for _, theirs in pairs:
             theirs.close()
         self._answers(START_S)

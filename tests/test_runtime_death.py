@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import children
 from runtime_tiny import data_dir, luck, tiny_plan
 
 from rollplex.ir.errors import EngineError, RunError
@@ -59,7 +60,7 @@ def leftovers(out: Path) -> dict[str, Any]:
     """What a run could leave behind: children, descriptors of this process, shared memory, sockets, shared pages."""
     gc.collect()  # what earlier tests dropped is not this run's
     return {
-        "children": psutil.Process().children(recursive=True),
+        "children": children(),
         "fds": sorted(
             link for link in map(_target, os.listdir("/proc/self/fd")) if "memfd" in link or "socket" in link
         ),
@@ -150,7 +151,7 @@ def test_a_stopped_engine_is_noticed_within_silent_s(tmp_path: Path, victim: Pro
     with pytest.raises(EngineError, match=rf"{victim} \(pid \d+\) has said nothing for 2 s in step `.*`, window P1"):
         run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "run", progress=stop)
     assert 1.5 < time.monotonic() - stop.sent_at < 6
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 def test_the_death_of_an_engine_is_noticed_while_the_controller_is_busy(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_a_reward_that_raises_ends_the_run_and_names_the_row(tmp_path: Path) -> 
     message = r"train.jsonl:\d+, response 1: `reward` raised KeyError: 'difficulty'"
     with pytest.raises(RunError, match=message):
         run_plan(tiny_plan(), hosts={"reward": reward}, out_dir=tmp_path / "run")
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 def test_a_full_disk_at_the_end_leaves_no_half_written_weights(tmp_path: Path) -> None:

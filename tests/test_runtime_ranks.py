@@ -13,9 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 
-import psutil
 import pytest
 import torch
+from processes import children
 from runtime_tiny import luck, tiny_plan
 from safetensors.torch import load_file
 
@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_leaves_nothing(victim: ProcessId
 
     with pytest.raises(EngineError, match=f"{victim} .* was killed by SIGKILL"):
         run_plan(plan_of(2), hosts={"reward": luck}, out_dir=tmp_path / "run", progress=kill)
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 # ---- who stands where

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from processes import children
 from runtime_threads import InThreads
 from runtime_tiny import luck, tight_plan
 
@@ -205,4 +205,4 @@ def test_over_processes_a_refusal_says_where_and_nothing_hangs(name: str, tmp_pa
     plan, error, message = OVER_PROCESSES[name]
     with pytest.raises(error, match=message):
         execute_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "run")
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []

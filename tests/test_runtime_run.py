@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-import psutil
 import pytest
 import torch
+from processes import children
 from runtime_tiny import luck, tight_plan, tiny_plan
 
 from rollplex.ir.errors import RunError
@@ -113,7 +113,7 @@ def test_sigint_ends_the_run_after_its_step_with_everything_written(tmp_path: Pa
     assert result.report.ended == "interrupted"
     assert result.report.steps_done == len([e for e in seen if isinstance(e, IterationDone)]) == 2
     assert (result.final / "model.safetensors").exists()
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 def test_a_second_sigint_ends_the_run_at_once(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_second_sigint_ends_the_run_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_plan(tiny_plan(run={"steps": 50}), hosts={"reward": luck}, out_dir=tmp_path / "run", progress=progress)
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert (report["steps_done"], report["ended"][:17]) == (1, "KeyboardInterrupt")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
