@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from rollplex.backends.host.model import bind, build_model
-from rollplex.backends.host.precision import KeepDouble
-from rollplex.backends.host.prompts import Prompt
+from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.hf.model import bind, build_model
+from rollplex.backends.hf.precision import KeepDouble
 
 torch.set_num_threads(1)
 VIDEO, IMAGE = 63, 62

@@ -12,15 +12,15 @@ from host_tiny import grpo_loss
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.saved import SavedPolicy
-from rollplex.backends.host.suffix import boundary_leaf
+from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.megatron import memory
 from rollplex.backends.megatron.groups import Group
 from rollplex.backends.megatron.memory import Slab
 from rollplex.backends.megatron.names import Stored, parameters
 from rollplex.backends.megatron.rank import PARTS, MegatronModel
 from rollplex.backends.megatron.weights import fill, gather
+from rollplex.backends.training.boundary import boundary_leaf
+from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.models import spec_from_config
 from rollplex.ir.spec import Part
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from test_video import ramp, write_video
 
-from rollplex.backends.host.data import read_rows
+from rollplex.backends.data.rows import read_rows
 from rollplex.ir.errors import DataError
 
 

@@ -26,11 +26,12 @@ from host_tiny import (
 )
 from torch import Tensor
 
-from rollplex.backends.host.model import freeze
-from rollplex.backends.host.prefix import boundary_shape, prefix_backward, run_prefix
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.saved import SavedPolicy
-from rollplex.backends.host.suffix import boundary_leaf, suffix_logprobs
+from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.hf.model import freeze
+from rollplex.backends.host.prefix import boundary_shape, run_prefix
+from rollplex.backends.host.suffix import suffix_logprobs
+from rollplex.backends.training.boundary import boundary_leaf, prefix_backward
+from rollplex.backends.training.saved import SavedPolicy
 
 POOL = 4 << 20
 POLICIES = {

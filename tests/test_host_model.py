@@ -8,7 +8,7 @@ import pytest
 import torch
 from host_tiny import CONFIG, arena_model, oracle_model, text_prompt, tied, video_prompt, whole_logprobs
 
-from rollplex.backends.host.model import bind, build_model, parameter_shapes, read_config
+from rollplex.backends.hf.model import bind, build_model, parameter_shapes, read_config
 from rollplex.ir.errors import JobError
 
 

@@ -10,10 +10,10 @@ from host_tiny import CONFIG
 from PIL import Image
 from test_video import ramp, write_video
 
-from rollplex.backends.host.data import Row
-from rollplex.backends.host.encode import PromptMaker
-from rollplex.backends.host.tokens import byte_tokenizer, end_tokens, load_tokenizer, response_text
-from rollplex.backends.host.video import VisionSpec
+from rollplex.backends.data.encode import PromptMaker
+from rollplex.backends.data.rows import Row
+from rollplex.backends.data.tokens import byte_tokenizer, end_tokens, load_tokenizer, response_text
+from rollplex.backends.data.video import VisionSpec
 from rollplex.ir.errors import DataError, JobError
 
 BYTES = {

@@ -13,8 +13,9 @@ import pytest
 import torch
 from host_tiny import CONFIG, arena_model, oracle_model, text_prompt, video_prompt
 
+from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
-from rollplex.backends.host.rollout import Rollout, generate
+from rollplex.backends.host.rollout import generate
 from rollplex.backends.host.suffix import suffix_logprobs
 from rollplex.ir.errors import OutOfMemory
 

@@ -9,8 +9,9 @@ import torch
 from host_tiny import CONFIG, arena_model, oracle_model, text_prompt, video_prompt
 from torch import Tensor
 
-from rollplex.backends.host.prefix import boundary_shape, prefix_backward, run_prefix
-from rollplex.backends.host.saved import AddressRanges, SavedPolicy, SavedState
+from rollplex.backends.host.prefix import boundary_shape, run_prefix
+from rollplex.backends.training.boundary import prefix_backward
+from rollplex.backends.training.saved import AddressRanges, SavedPolicy, SavedState
 from rollplex.ir.errors import OutOfMemory
 
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from examples.grpo import grpo
 from rollplex.backends.collectives import Groups
+from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.facts import load_facts
-from rollplex.backends.host.precision import KeepDouble
-from rollplex.backends.host.rollout import Rollout, generate
+from rollplex.backends.hf.precision import KeepDouble
+from rollplex.backends.host.rollout import generate
 from rollplex.backends.host.sharded import sharded_model
 from rollplex.backends.shard import Shard, shard_of
 from rollplex.ir.errors import RunError

@@ -15,11 +15,12 @@ import pytest
 import torch
 from host_tiny import CONFIG, arena_model, oracle_model, responses_of, text_prompt, video_prompt
 
-from rollplex.backends.host import sizes
-from rollplex.backends.host.live import LiveBytes
-from rollplex.backends.host.prefix import boundary_shape, prefix_backward, run_prefix
-from rollplex.backends.host.saved import SavedPolicy
-from rollplex.backends.host.suffix import boundary_leaf, suffix_logprobs
+from rollplex.backends.host.prefix import boundary_shape, run_prefix
+from rollplex.backends.host.suffix import suffix_logprobs
+from rollplex.backends.memory.live import LiveBytes
+from rollplex.backends.training import sizes
+from rollplex.backends.training.boundary import boundary_leaf, prefix_backward
+from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.models import spec_from_config
 from rollplex.ir.work import Work
 

@@ -10,7 +10,7 @@ import torch
 from host_tiny import CONFIG, arena_model, oracle_model, text_prompt, tied, whole_logprobs
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from rollplex.backends.host.weights import disk_name, load_weights, memory_name, save_weights
+from rollplex.backends.training.weights import disk_name, load_weights, memory_name, save_weights
 from rollplex.ir.errors import JobError
 
 

@@ -10,7 +10,7 @@ from host_tiny import CONFIG
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from rollplex.backends.host.windows import install_windows
+from rollplex.backends.hf.windows import install_windows
 
 
 @pytest.mark.parametrize("grid", [[[1, 4, 6]], [[2, 6, 6]], [[4, 6, 10], [1, 4, 4]], [[3, 8, 8]]])

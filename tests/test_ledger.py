@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollplex.backends.host import ledger as ledger_module
-from rollplex.backends.host.ledger import Event, Ledger, Mark
-from rollplex.backends.host.table import HOST, amount
-from rollplex.backends.host.usage import TOTAL, bytes_by_window, touched_by_window
+from rollplex.backends.memory import ledger as ledger_module
+from rollplex.backends.memory.ledger import Event, Ledger, Mark
+from rollplex.backends.memory.table import HOST, amount
+from rollplex.backends.memory.usage import TOTAL, bytes_by_window, touched_by_window
 from rollplex.ir.errors import EngineError, OutOfMemory, PlanError
 
 PAGE = 4096

@@ -26,7 +26,7 @@ from megatron_tiny import CASE_2, TEMPERATURE, Case, Groups, Step, step
 from processes import ranks
 from torch import Tensor
 
-from rollplex.backends.host.precision import KeepDouble
+from rollplex.backends.hf.precision import KeepDouble
 
 CASES = {
     "saved in hbm": Case(),

@@ -11,12 +11,12 @@ from megatron_tiny import Case, group_here, make_rank
 from processes import ranks
 from torch import Tensor
 
-from rollplex.backends.host.live import LiveBytes
-from rollplex.backends.host.saved import SavedPolicy
-from rollplex.backends.host.suffix import boundary_leaf
 from rollplex.backends.megatron import memory
 from rollplex.backends.megatron.facts import FACTS
 from rollplex.backends.megatron.rank import MegatronModel
+from rollplex.backends.memory.live import LiveBytes
+from rollplex.backends.training.boundary import boundary_leaf
+from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.errors import OutOfMemory
 from rollplex.ir.spec import Part
 from rollplex.ir.work import Work

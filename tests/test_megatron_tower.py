@@ -12,7 +12,7 @@ import torch
 from host_tiny import CONFIG, oracle_model, video_prompt
 from megatron_tiny import Case, make_rank
 
-from rollplex.backends.host.precision import KeepDouble
+from rollplex.backends.hf.precision import KeepDouble
 from rollplex.backends.megatron.grid import Grid
 
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex.backends.base import Arena, Memory
-from rollplex.backends.host.memory import HostArena, HostMemory
+from rollplex.backends.memory.memfd import HostArena, HostMemory
 from rollplex.ir.errors import OutOfMemory, PlanError
 
 PAGE = 4096

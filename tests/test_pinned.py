@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollplex.backends.host import pinned as pinned_module
-from rollplex.backends.host.ledger import Ledger
-from rollplex.backends.host.memory import HostMemory
-from rollplex.backends.host.objects import ObjectStore, StateClass, StoredObject
-from rollplex.backends.host.pinned import PinnedPool, SavedPool, Slot, SlotSpec
-from rollplex.backends.host.table import HOST
+from rollplex.backends.memory import pinned as pinned_module
+from rollplex.backends.memory.ledger import Ledger
+from rollplex.backends.memory.memfd import HostMemory
+from rollplex.backends.memory.objects import ObjectStore, StateClass, StoredObject
+from rollplex.backends.memory.pinned import PinnedPool, SavedPool, Slot, SlotSpec
+from rollplex.backends.memory.table import HOST
 from rollplex.ir.errors import OutOfMemory, PlanError
 
 PAGE = 4096

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from rollplex.backends.host.batch import PromptBatch
-from rollplex.backends.host.placement import DTYPES, config_of, split, trained_tensors, views
-from rollplex.backends.host.precision import keep_double
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.rollout import Rollout
+from rollplex.backends.data.batch import PromptBatch
+from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.data.rollout import Rollout
+from rollplex.backends.hf.precision import keep_double
+from rollplex.backends.training.placement import DTYPES, config_of, split, trained_tensors, views
 from rollplex.ir.ops import group_normalize
 from rollplex.ir.plan import Plan
 from rollplex.ir.spec import Part

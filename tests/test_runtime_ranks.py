@@ -20,8 +20,8 @@ from runtime_tiny import luck, tiny_plan
 from safetensors.torch import load_file
 
 from rollplex.backends.collectives import groups_of
+from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.engine import EngineReport
-from rollplex.backends.host.rollout import Rollout
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import rollout_seat, training_seat

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollplex.backends.engine import EngineReport
-from rollplex.backends.host.ledger import Ledger
+from rollplex.backends.memory.ledger import Ledger
 from rollplex.ir.steps import Barrier, Run, Step, Task
 from rollplex.runtime.intervals import common, length
 from rollplex.runtime.metrics import MetricsWriter, running_mean

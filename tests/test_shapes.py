@@ -14,10 +14,10 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from examples.shapes.make import COLOURS, FRAMES, SIDE, WAYS, make, random_scene, render
 from examples.shapes.reward import answer_text, exact_answer
 from examples.shapes.warm_start import HERE, SPEC, Course, random_model, response_loss, warm_start
-from rollplex.backends.host.data import read_rows
-from rollplex.backends.host.model import read_config
-from rollplex.backends.host.tokens import byte_tokenizer, load_tokenizer
-from rollplex.backends.host.video import decode_video
+from rollplex.backends.data.rows import read_rows
+from rollplex.backends.data.tokens import byte_tokenizer, load_tokenizer
+from rollplex.backends.data.video import decode_video
+from rollplex.backends.hf.model import read_config
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs
 
-from rollplex.backends.host.video import (
+from rollplex.backends.data.video import (
     Clip,
     VisionSpec,
     decode_image,

@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.shapes.reward import answer_text
-from rollplex.backends.host.data import Row, read_rows
-from rollplex.backends.host.encode import PromptMaker
-from rollplex.backends.host.model import bind, build_model, read_config
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.tokens import byte_tokenizer
-from rollplex.backends.host.video import VisionSpec
-from rollplex.backends.host.weights import save_weights
+from rollplex.backends.data.encode import PromptMaker
+from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.data.rows import Row, read_rows
+from rollplex.backends.data.tokens import byte_tokenizer
+from rollplex.backends.data.video import VisionSpec
+from rollplex.backends.hf.model import bind, build_model, read_config
+from rollplex.backends.training.weights import save_weights
 
 HERE = Path(__file__).parent
 SPEC = VisionSpec(frames=4, min_pixels=84 * 84, max_pixels=84 * 84)

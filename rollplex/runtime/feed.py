@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollplex.backends.data.batch import PromptBatch
+from rollplex.backends.data.encode import PromptMaker
+from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.data.rows import Row
+from rollplex.backends.data.tokens import end_tokens, response_text
 from rollplex.backends.engine import Values
-from rollplex.backends.host.batch import PromptBatch
-from rollplex.backends.host.data import Row
-from rollplex.backends.host.encode import PromptMaker
-from rollplex.backends.host.placement import DTYPES
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.tokens import end_tokens, response_text
+from rollplex.backends.training.placement import DTYPES
 from rollplex.ir.errors import DataError, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan

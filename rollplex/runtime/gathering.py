@@ -11,9 +11,9 @@ from hashlib import sha256
 from statistics import fmean
 from typing import Any
 
+from rollplex.backends.data.batch import PromptBatch
+from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.engine import EngineReport, Values
-from rollplex.backends.host.batch import PromptBatch
-from rollplex.backends.host.rollout import Rollout
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import seat

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollplex.backends.host.planned import in_pool
+from rollplex.backends.memory.planned import in_pool
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.engines import runs
 from rollplex.ir.errors import Problem, RunError
@@ -101,10 +101,10 @@ def check_hosts(plan: Plan, hosts: Mapping[str, HOST_FUNCTION]) -> None:
 
 def make_feed(plan: Plan, job: Job, hosts: Mapping[str, HOST_FUNCTION]) -> Feed:
     """Read data, tokenizer and weights as far as they can be refused: DataError, JobError."""
-    from rollplex.backends.host.data import read_rows
-    from rollplex.backends.host.encode import PromptMaker
-    from rollplex.backends.host.placement import check_weights, config_of
-    from rollplex.backends.host.video import VisionSpec
+    from rollplex.backends.data.encode import PromptMaker
+    from rollplex.backends.data.rows import read_rows
+    from rollplex.backends.data.video import VisionSpec
+    from rollplex.backends.training.placement import check_weights, config_of
 
     if job.run.data is None:
         raise RunError("the job names no data", where="run.data", hint="name a JSONL file of questions and answers")
@@ -121,7 +121,7 @@ def make_feed(plan: Plan, job: Job, hosts: Mapping[str, HOST_FUNCTION]) -> Feed:
 
 def tokenizer_of(job: Job) -> Any:
     """The tokenizer beside the weights, else beside the model's config, else one token a byte."""
-    from rollplex.backends.host.tokens import byte_tokenizer, load_tokenizer
+    from rollplex.backends.data.tokens import byte_tokenizer, load_tokenizer
 
     for place in (job.run.weights, job.model.name):
         if place is not None and (Path(place) / "tokenizer.json").is_file():

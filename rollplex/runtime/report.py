@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 
 from rollplex.backends.engine import EngineReport
-from rollplex.backends.host.planned import is_temporary
-from rollplex.backends.host.usage import TOTAL, bytes_by_window, touched_by_window
+from rollplex.backends.memory.planned import is_temporary
+from rollplex.backends.memory.usage import TOTAL, bytes_by_window, touched_by_window
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Barrier, Run, Wait
 from rollplex.runtime.intervals import Interval, common, length

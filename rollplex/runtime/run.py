@@ -18,8 +18,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rollplex.backends.host.ledger import Ledger
-from rollplex.backends.host.table import HOST
+from rollplex.backends.memory.ledger import Ledger
+from rollplex.backends.memory.table import HOST
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import training_seat

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rollplex.backends.collectives import Groups
 from rollplex.backends.engine import Engine
-from rollplex.backends.host.planned import PlannedObjects
 from rollplex.backends.host.replica import Replica
 from rollplex.backends.host.roller import RolloutEngine
-from rollplex.backends.host.trainer import TrainEngine
+from rollplex.backends.memory.planned import PlannedObjects
+from rollplex.backends.training.trainer import TrainEngine
 from rollplex.ir.job import Job
 from rollplex.ir.placement import seat
 from rollplex.ir.plan import Plan

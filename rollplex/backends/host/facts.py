@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.backends.facts import Block
-from rollplex.backends.host import sizes
 from rollplex.backends.ordering import stacked
+from rollplex.backends.training import sizes
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
 from rollplex.ir.work import Work

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rollplex.backends.collectives import Groups
-from rollplex.backends.host.model import HostModel, bind, build_model, freeze
-from rollplex.backends.host.placement import (
+from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.hf.model import HostModel, bind, build_model, freeze
+from rollplex.backends.host.prefix import boundary_shape, run_prefix
+from rollplex.backends.host.suffix import suffix_logprobs
+from rollplex.backends.memory.planned import PlannedObjects
+from rollplex.backends.training.boundary import PrefixResult, prefix_backward
+from rollplex.backends.training.gradients import adder
+from rollplex.backends.training.placement import (
     DTYPES,
     PARTS,
     PREFIXES,
@@ -22,12 +28,8 @@ from rollplex.backends.host.placement import (
     views,
     weight_objects,
 )
-from rollplex.backends.host.planned import PlannedObjects
-from rollplex.backends.host.prefix import PrefixResult, boundary_shape, prefix_backward, run_prefix
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.saved import SavedPolicy
-from rollplex.backends.host.suffix import suffix_logprobs
-from rollplex.backends.host.weights import save_weights
+from rollplex.backends.training.saved import SavedPolicy
+from rollplex.backends.training.weights import save_weights
 from rollplex.ir.job import Job
 from rollplex.ir.spec import Part
 
@@ -96,14 +98,3 @@ class Replica:
 
     def save(self, path: Path) -> None:
         save_weights(path, self.weights, config_of(self.job))
-
-
-def adder(slab: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's final gradient to its slab, and leaves the parameter none."""
-
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None, "the hook runs after accumulation"
-        slab.add_(parameter.grad)
-        parameter.grad = None
-
-    return add

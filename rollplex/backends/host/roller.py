@@ -11,16 +11,17 @@ from typing import Any
 import torch
 
 from rollplex.backends.collectives import Groups
+from rollplex.backends.data.batch import PromptBatch
+from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.facts import load_facts
-from rollplex.backends.host.batch import PromptBatch
-from rollplex.backends.host.model import HostModel
-from rollplex.backends.host.placement import DTYPES, config_of, split, tensors_of
-from rollplex.backends.host.planned import PlannedObjects
-from rollplex.backends.host.rollout import Rollout, generate
+from rollplex.backends.hf.model import HostModel
+from rollplex.backends.host.rollout import generate
 from rollplex.backends.host.sharded import sharded_model
+from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.shard import shard_of
+from rollplex.backends.training.placement import DTYPES, config_of, split, tensors_of
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
 from rollplex.ir.plan import Plan

@@ -10,52 +10,17 @@ other rows end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollplex.backends.host.attention import attend_prefix, merge
-from rollplex.backends.host.model import HostModel
+from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.data.rollout import Rollout
+from rollplex.backends.hf.model import HostModel
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
-from rollplex.backends.host.prompts import Prompt
 from rollplex.backends.host.suffix import token_logprobs
+from rollplex.backends.training.attention import attend_prefix, merge
 from rollplex.ir.errors import OutOfMemory
-
-
-@dataclass(frozen=True, eq=False)
-class Rollout:
-    """tokens [prompts, n, max_tokens] int64 with the end token as last token of a response that ended, 0 beyond;
-    lengths [prompts, n]; logprobs like tokens, of the sampled tokens under the temperature they were sampled with.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    logprobs: Tensor
-
-    @property
-    def mask(self) -> Tensor:
-        """Which positions hold a token [prompts, n, max_tokens]."""
-        return torch.arange(self.tokens.shape[-1]) < self.lengths[..., None]
-
-    def of(self, prompts: range) -> Rollout:
-        """The responses to these prompts alone."""
-        cut = slice(prompts.start, prompts.stop)
-        return Rollout(self.tokens[cut], self.lengths[cut], self.logprobs[cut])
-
-    @classmethod
-    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
-        """The parts of several engines, in the order of their prompts."""
-        fields = zip(*((p.tokens, p.lengths, p.logprobs) for p in parts), strict=True)
-        return cls(*(torch.cat(same) for same in fields))
-
-    def same_as(self, other: Rollout) -> bool:
-        """Whether both hold the same tokens; log-probabilities may differ by the order of sums."""
-        return torch.equal(self.tokens, other.tokens) and torch.equal(self.lengths, other.lengths)
-
-    def responses(self, prompt: int) -> list[Tensor]:
-        """The n responses of a prompt, each as long as it is."""
-        return [t[:k] for t, k in zip(self.tokens[prompt], self.lengths[prompt].tolist(), strict=True)]
 
 
 @torch.no_grad()

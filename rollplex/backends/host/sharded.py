@@ -18,7 +18,7 @@ from torch.nn.functional import embedding, linear
 
 from rollplex.backends.collectives import Groups
 from rollplex.backends.facts import Block
-from rollplex.backends.host.model import HostModel, build_model
+from rollplex.backends.hf.model import HostModel, build_model
 from rollplex.backends.shard import Region, Shard
 
 

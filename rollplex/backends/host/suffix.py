@@ -13,15 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollplex.backends.host.attention import causal_after_prefix
-from rollplex.backends.host.model import HostModel, set_recompute
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.sizes import LOGIT_ROWS
-
-
-def boundary_leaf(kv: Tensor) -> Tensor:
-    """The boundary as an autograd leaf over the same memory; its `.grad` is what `prefix_backward` wants."""
-    return kv.detach().requires_grad_()
+from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.hf.model import HostModel, set_recompute
+from rollplex.backends.training.attention import causal_after_prefix
+from rollplex.backends.training.sizes import LOGIT_ROWS
 
 
 def suffix_logprobs(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rollplex.backends.host.attention import LayerIO, causal, causal_after_prefix
+from rollplex.backends.training.attention import LayerIO, causal, causal_after_prefix
 
 
 class SharedPrefixAttention(nn.Module):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rollplex.backends.collectives import Groups
 from rollplex.backends.engine import Engine
-from rollplex.backends.host.planned import PlannedObjects
-from rollplex.backends.host.trainer import TrainEngine
 from rollplex.backends.megatron.replica import Replica
+from rollplex.backends.memory.planned import PlannedObjects
+from rollplex.backends.training.trainer import TrainEngine
 from rollplex.ir.job import Job
 from rollplex.ir.placement import seat
 from rollplex.ir.plan import Plan

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from rollplex.backends.host.replica import adder
 from rollplex.backends.megatron.names import Parameter
+from rollplex.backends.training.gradients import adder
 
 
 def accumulate(model: nn.Module, slabs: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from rollplex.backends.host.prompts import Prompt
+from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.megatron.attention import SharedPrefixAttention
 from rollplex.backends.megatron.groups import Alone, Group, groups_of, start_alone
 from rollplex.backends.megatron.layers import layer_spec, run_layers

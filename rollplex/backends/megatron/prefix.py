@@ -15,11 +15,11 @@ from functools import partial
 
 from torch import Tensor
 
-from rollplex.backends.host.prefix import Capture, PrefixResult, materialise
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.saved import SavedPolicy
+from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.megatron.layers import run_layers
 from rollplex.backends.megatron.model import MegatronQwen
+from rollplex.backends.training.boundary import Capture, PrefixResult, materialise
+from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.spec import ModelSpec
 
 

@@ -16,9 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollplex.backends.host.prefix import PrefixResult, prefix_backward
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.saved import SavedPolicy
+from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.megatron import gradients, memory, weights
 from rollplex.backends.megatron.groups import Alone, Group
 from rollplex.backends.megatron.memory import Slab
@@ -26,6 +24,8 @@ from rollplex.backends.megatron.model import build_model
 from rollplex.backends.megatron.names import Parameter, Stored, parameters
 from rollplex.backends.megatron.prefix import boundary_shape, run_prefix
 from rollplex.backends.megatron.suffix import suffix_logprobs
+from rollplex.backends.training.boundary import PrefixResult, prefix_backward
+from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.spec import ModelSpec, Part
 
 PARTS: tuple[Part, ...] = ("language", "vision")

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from rollplex.backends.collectives import Groups
+from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.facts import load_facts
-from rollplex.backends.host.placement import DTYPES, PARTS, drawn, weight_objects
-from rollplex.backends.host.planned import PlannedObjects
-from rollplex.backends.host.prefix import PrefixResult
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.saved import SavedPolicy
 from rollplex.backends.megatron import memory
 from rollplex.backends.megatron.memory import Slab
 from rollplex.backends.megatron.names import Parameter, Piece, Stored, parameters
 from rollplex.backends.megatron.rank import MegatronModel
 from rollplex.backends.megatron.weights import fill, load_weights
+from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.shard import Shard, shard_of
+from rollplex.backends.training.boundary import PrefixResult
+from rollplex.backends.training.placement import DTYPES, PARTS, drawn, weight_objects
+from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
 from rollplex.ir.plan import Plan

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu, silu
 
-from rollplex.backends.host.model import parse_quietly
+from rollplex.backends.hf.model import parse_quietly
 from rollplex.ir.errors import JobError, Problem
 
 _EPS_VISION = 1e-6  # transformers states it in code, not in the config

@@ -16,8 +16,8 @@ MLP for its four; a share of them would do for each of several ranks. All figure
 
 from __future__ import annotations
 
-from rollplex.backends.host import sizes as host
-from rollplex.backends.host.sizes import ALIGN, STORAGES_A_LAYER
+from rollplex.backends.training import sizes as host
+from rollplex.backends.training.sizes import ALIGN, STORAGES_A_LAYER
 from rollplex.ir.spec import VisionSpec
 from rollplex.ir.work import Work
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from rollplex.backends.host.prompts import Prompt
-from rollplex.backends.host.sizes import LOGIT_ROWS
+from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.megatron.attention import ReadPrefix
 from rollplex.backends.megatron.head import token_logprobs
 from rollplex.backends.megatron.model import MegatronQwen
+from rollplex.backends.training.sizes import LOGIT_ROWS
 
 
 def suffix_logprobs(

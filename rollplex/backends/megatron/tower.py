@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed
 
-from rollplex.backends.host.windows import window_attention
+from rollplex.backends.hf.windows import window_attention
 from rollplex.backends.megatron.grid import Grid
 from rollplex.backends.megatron.groups import Alone, groups_of
 from rollplex.backends.megatron.layers import layer_spec, run_layers

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollplex.backends.host import weights as host
 from rollplex.backends.megatron.groups import Group
 from rollplex.backends.megatron.names import Parameter, Piece, Stored, parameters, rows
+from rollplex.backends.training import weights as host
 from rollplex.ir.errors import JobError, Problem
 from rollplex.ir.spec import ModelSpec
 

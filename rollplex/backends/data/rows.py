@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollplex.backends.host.video import decode_image, decode_video
+from rollplex.backends.data.video import decode_image, decode_video
 from rollplex.ir.errors import DataError, Problem
 
 MOST_PROBLEMS = 50

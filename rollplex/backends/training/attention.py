@@ -1,11 +1,8 @@
 """Exact attention over a shared prefix and own causal tokens, without copying the prefix for each sequence.
 
-    queries of n sequences   x  [ prefix K, V, one copy ]     part A: no mask
-                             x  [ own K, V of the sequence ]  part B: causal
-    merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
-
-Transformers calls `host_attention` for every language layer; what happens there is decided by the `io` that travels
-down with the call: capture the keys and values (prefix), read a prefix (suffix, rollout), or plain sdpa (no io).
+queries of n sequences   x  [ prefix K, V, one copy ]     part A: no mask
+                         x  [ own K, V of the sequence ]  part B: causal
+merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -14,11 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-NAME = "rollplex_host"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -29,29 +22,6 @@ class LayerIO(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [n, heads, s, d], key and value [n, kv_heads, s, d] -> output [n, heads, s, d]."""
         ...
-
-
-def install_attention(text_config: PretrainedConfig) -> None:
-    """Make a model's language layers call `host_attention`; plain calls of the model still run transformers' sdpa."""
-    AttentionInterface.register(NAME, host_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    text_config._attn_implementation = NAME
-
-
-def host_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    io: LayerIO | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function transformers looks up by name; returns [n, s, heads, d]."""
-    if io is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    return io.attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

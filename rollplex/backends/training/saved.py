@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rollplex.backends.host.sizes import ALIGN
+from rollplex.backends.training.sizes import ALIGN
 from rollplex.ir.errors import OutOfMemory
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from rollplex.backends.collectives import Groups
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
-from rollplex.backends.host.loss import StepLoss
-from rollplex.backends.host.placement import DTYPES
-from rollplex.backends.host.planned import IDLE, PlannedObjects
-from rollplex.backends.host.saved import ALIGN, SavedPolicy
-from rollplex.backends.host.suffix import boundary_leaf
+from rollplex.backends.memory.planned import IDLE, PlannedObjects
 from rollplex.backends.rolemodel import Prefix, RoleModel
+from rollplex.backends.training.boundary import boundary_leaf
+from rollplex.backends.training.loss import StepLoss
+from rollplex.backends.training.placement import DTYPES
+from rollplex.backends.training.saved import ALIGN, SavedPolicy
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat

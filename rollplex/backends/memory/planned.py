@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
-from rollplex.backends.host.ledger import Event, Ledger, Mark
-from rollplex.backends.host.live import LiveBytes
-from rollplex.backends.host.memory import HostArena, HostMemory
-from rollplex.backends.host.objects import ObjectStore, StoredObject
-from rollplex.backends.host.pinned import PinnedPool, SlotSpec
+from rollplex.backends.memory.ledger import Event, Ledger, Mark
+from rollplex.backends.memory.live import LiveBytes
+from rollplex.backends.memory.memfd import HostArena, HostMemory
+from rollplex.backends.memory.objects import ObjectStore, StoredObject
+from rollplex.backends.memory.pinned import PinnedPool, SlotSpec
 from rollplex.ir.plan import Plan, PlannedObject
 
 _TEMPORARY = ("prefix_workspace", "score_workspace", "activations", "runtime", "workspace")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rollplex.backends.facts import load_facts
-from rollplex.backends.host.weights import load_weights, memory_name
 from rollplex.backends.shard import whole_shard
+from rollplex.backends.training.weights import load_weights, memory_name
 from rollplex.ir import spec
 from rollplex.ir.errors import JobError, Problem
 from rollplex.ir.job import Job

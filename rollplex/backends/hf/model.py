@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.utils import logging as transformers_logging
 
-from rollplex.backends.host.attention import install_attention
-from rollplex.backends.host.precision import keep_double
-from rollplex.backends.host.windows import install_windows
+from rollplex.backends.hf.attention import install_attention
+from rollplex.backends.hf.precision import keep_double
+from rollplex.backends.hf.windows import install_windows
 from rollplex.ir.errors import JobError
 
 HostModel = Any  # a Qwen2_5_VLForConditionalGeneration; its annotations are too loose for a type checker

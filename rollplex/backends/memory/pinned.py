@@ -14,9 +14,9 @@ from math import prod
 
 import torch
 
-from rollplex.backends.host.ledger import Ledger
-from rollplex.backends.host.memory import HostMemory, lock_pages, round_up
-from rollplex.backends.host.table import amount
+from rollplex.backends.memory.ledger import Ledger
+from rollplex.backends.memory.memfd import HostMemory, lock_pages, round_up
+from rollplex.backends.memory.table import amount
 from rollplex.ir.errors import OutOfMemory, PlanError
 
 ALIGN_BYTES = 64  # a cache line; also enough for every dtype

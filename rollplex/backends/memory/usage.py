@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollplex.backends.host.ledger import Event, Mark
+from rollplex.backends.memory.ledger import Event, Mark
 
 TOTAL = "total"
 

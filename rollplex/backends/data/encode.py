@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rollplex.backends.host.data import Row
-from rollplex.backends.host.model import build_model
-from rollplex.backends.host.prompts import Modality, Prompt
-from rollplex.backends.host.tokens import PADS
-from rollplex.backends.host.video import Clip, VisionSpec, decode_image, decode_video, to_patches
+from rollplex.backends.data.prompts import Modality, Prompt
+from rollplex.backends.data.rows import Row
+from rollplex.backends.data.tokens import PADS
+from rollplex.backends.data.video import Clip, VisionSpec, decode_image, decode_video, to_patches
+from rollplex.backends.hf.model import build_model
 from rollplex.ir.errors import DataError, JobError, Problem
 
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from rollplex.backends.host.table import Entry, Table, new_table, out_of_memory, read_table, remedy, write_table
+from rollplex.backends.memory.table import Entry, Table, new_table, out_of_memory, read_table, remedy, write_table
 from rollplex.ir.errors import EngineError, OutOfMemory, PlanError
 
 _LOCK_TIMEOUT_S = 30.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rollplex.backends.host.prompts import Prompt
+from rollplex.backends.data.prompts import Prompt
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 
 from rollplex.backends.base import Arena
-from rollplex.backends.host.ledger import Ledger
-from rollplex.backends.host.pinned import Slot
+from rollplex.backends.memory.ledger import Ledger
+from rollplex.backends.memory.pinned import Slot
 from rollplex.ir.errors import PlanError
 
 StateClass = Literal["permanent", "regenerable", "boundary", "phase-local"]

@@ -1,0 +1,1 @@
+"""From rows of a data set to prompts, and what rollout makes of them."""

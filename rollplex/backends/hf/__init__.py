@@ -1,0 +1,1 @@
+"""Transformers' own modules over memory that the caller owns."""

@@ -1,0 +1,1 @@
+"""What a training rank does, whichever engine runs its model."""
