@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 
+from rollplex.runtime import nursery
+
 START_S = 120  # importing torch and both libraries on a busy machine
 RUN_S = 60  # longer than any such test takes; a rank that waits for a dead one ends here
 
@@ -28,8 +30,10 @@ _KEPT: set[psutil.Process] = set()
 
 
 def children() -> list[psutil.Process]:
-    """All descendants of this process but the groups kept here, and what multiprocessing keeps beside them."""
-    return [process for process in psutil.Process().children(recursive=True) if process not in _KEPT]
+    """All descendants of this process but the groups kept here, what multiprocessing keeps beside them, the nursery."""
+    idle = {one.pid for one in nursery._kept}
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if process not in _KEPT and process.pid not in idle]
 
 
 @cache

@@ -139,7 +139,7 @@ def test_engines_do_not_outlive_a_killed_controller(tmp_path: Path, phase: str) 
 def _runs(pid: int) -> bool:
     """Whether a process of this pid still runs one of ours."""
     try:
-        return "rollplex.runtime.process" in " ".join(psutil.Process(pid).cmdline())
+        return "rollplex.runtime" in " ".join(psutil.Process(pid).cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 

@@ -77,3 +77,8 @@ def _own() -> tuple[str, ...]:
 def _in(folders: tuple[str, ...]) -> tuple[str, ...]:
     """Asked for every section of every job that a remedy tries."""
     return tuple(sorted(p.parent.name for folder in folders for p in Path(folder).glob("*/facts.py")))
+
+
+def engine_module(engine: str) -> str:
+    """The module whose `build` makes an engine's processes."""
+    return f"rollplex.backends.{engine}.engine"

@@ -1,20 +1,17 @@
-"""The engine processes of a run: started from a fresh interpreter, listened to, and gone when the `with` block ends.
+"""The engine processes of a run: forked from a fresh interpreter, listened to, and gone when the `with` block ends.
 
     with Crew(processes, log_dir, threads) as crew:
         crew.post(train, Begin(0))
         process, message, fds = crew.inbox.get(timeout=..)
 
 Two threads a process move messages, so that the controller never blocks on a process that does not read or write.
-The processes die with the thread that started them (PR_SET_PDEATHSIG goes by thread): one thread runs a run.
+The processes die with the controller (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
 
 import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +21,7 @@ from types import TracebackType
 import rollplex
 from rollplex.runtime import protocol
 from rollplex.runtime.channel import Channel, Closed, pair
+from rollplex.runtime.nursery import Child, Nursery, nursery
 from rollplex.runtime.patience import Silence
 from rollplex.runtime.process import PULSE_S
 from rollplex.runtime.protocol import Message, ProcessId
@@ -43,7 +41,7 @@ class Member:
     """One engine process as the controller sees it."""
 
     process: ProcessId
-    popen: subprocess.Popen[bytes]
+    child: Child
     channel: Channel
     log: Path
     silence: Silence
@@ -51,24 +49,28 @@ class Member:
 
     @property
     def pid(self) -> int:
-        return self.popen.pid
+        return self.child.pid
 
 
 class Crew:
     """All engine processes; leaving the block kills and reaps every one of them, however it is left."""
 
-    def __init__(self, processes: Iterable[ProcessId], log_dir: Path, threads: int) -> None:
+    def __init__(
+        self, processes: Iterable[ProcessId], log_dir: Path, threads: int, modules: Iterable[str] = ()
+    ) -> None:
         self.inbox: queue.SimpleQueue[Mail] = queue.SimpleQueue()
         self.members: dict[ProcessId, Member] = {}
         self._moving: list[threading.Thread] = []
         self._to_start = tuple(processes)
         self._log_dir = log_dir
         self._threads = threads
+        self._modules = tuple(modules)
 
     def __enter__(self) -> Crew:
         try:
-            for process in self._to_start:
-                self._start(process)
+            with nursery(child_environment(os.environ, self._threads)) as start:
+                for process in self._to_start:
+                    self._start(start, process)
         except BaseException:
             self.kill()
             raise
@@ -89,29 +91,19 @@ class Crew:
     def kill(self) -> None:
         """End every process now and reap it; SIGKILL also ends a stopped one, so no wait here is long."""
         for member in self.members.values():
-            if member.popen.poll() is None:
-                member.popen.send_signal(signal.SIGKILL)
+            member.child.kill()
         for member in self.members.values():
-            member.popen.wait()
+            member.child.wait()
             member.channel.close()
         for thread in self._moving:
             thread.join()
         self._close_undelivered()
 
-    def _start(self, process: ProcessId) -> None:
+    def _start(self, nursery: Nursery, process: ProcessId) -> None:
         ours, theirs = pair()
         log = self._log_dir / f"{process.kind}-{process.rank}.log"
-        command = [sys.executable, "-P", "-m", "rollplex.runtime.process", str(theirs.fileno()), str(os.getpid())]
-        with theirs, log.open("ab") as out:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(os.environ, self._threads),
-            )
-        member = Member(process, popen, Channel(ours), log, Silence(START_S))
+        child = nursery.fork(str(process), theirs, log, self._modules)
+        member = Member(process, child, Channel(ours), log, Silence(START_S))
         self.members[process] = member
         for target in (self._listen, self._talk):
             thread = threading.Thread(target=target, args=(member,), name=f"{target.__name__} {process}", daemon=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Iterable
 
@@ -36,10 +35,7 @@ def place(member: Member, timeline: Timeline) -> str:
 
 def status(member: Member, within_s: float) -> int | None:
     """The exit status, negative for a signal; None if the process is still there after `within_s`."""
-    try:
-        return member.popen.wait(within_s)
-    except subprocess.TimeoutExpired:
-        return None
+    return member.child.wait(within_s)
 
 
 def died(member: Member, timeline: Timeline) -> EngineError:
@@ -72,7 +68,7 @@ def reason(member: Member, members: Iterable[Member], timeline: Timeline, messag
         deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline:
             for other in members:
-                if other is not member and (other.popen.poll() or 0) < 0:
+                if other is not member and (other.child.poll() or 0) < 0:
                     return died(other, timeline)
             time.sleep(PEER_S)
     return failed(member, timeline, message)

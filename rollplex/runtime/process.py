@@ -1,6 +1,4 @@
-"""An engine process, from its first instruction: it dies with its parent, says that it lives, then imports the rest.
-
-    python -P -m rollplex.runtime.process FD PARENT_PID
+"""An engine process: it dies with its parent, says that it lives, and serves its channel.
 
 Nobody outlives the controller: the kernel kills this process when the controller dies (PR_SET_PDEATHSIG), and where
 that was too late to ask, the end of the channel does (worker.py). SIGINT is the controller's to handle.
@@ -16,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from typing import NoReturn
 
 from rollplex.runtime.channel import Channel, Closed
 
@@ -23,15 +22,13 @@ PULSE_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with(parent)
+def live(sock: socket.socket) -> NoReturn:
+    """Serve the controller at the other end of the socket until it says stop or is gone, then exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    os.set_inheritable(fd, False)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(sock)
     threading.Thread(target=_pulse, args=(channel,), name="pulse", daemon=True).start()
-    from rollplex.runtime.worker import serve  # torch: seconds
+    from rollplex.runtime.worker import serve  # torch: seconds, unless the nursery has it
 
     status = serve(channel)
     sys.stdout.flush()
@@ -54,7 +51,3 @@ def _pulse(channel: Channel) -> None:
         except Closed:
             return
         time.sleep(PULSE_S)
-
-
-if __name__ == "__main__":
-    main()

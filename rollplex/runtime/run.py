@@ -20,6 +20,7 @@ from typing import Any
 
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.table import HOST
+from rollplex.ir.engines import engine_module
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import training_seat
@@ -95,7 +96,7 @@ class _Run:
         controller: Controller | None = None
         try:
             (self.out_dir / "logs").mkdir()
-            with Crew(self._processes(), self.out_dir / "logs", self.job.run.threads) as crew:
+            with Crew(self._processes(), self.out_dir / "logs", self.job.run.threads, self._modules()) as crew:
                 tasks = BackgroundTasks(self.feed)
                 controller = Controller(self.plan, self.job, crew, tasks, self.progress)
                 tasks.pump = controller.pump
@@ -115,6 +116,10 @@ class _Run:
     def _processes(self) -> list[ProcessId]:
         kinds = {kind: p for kind, p in self.plan.processes.items() if kind != "controller"}
         return [ProcessId(kind, rank) for kind, process in kinds.items() for rank in range(process.ranks)]
+
+    def _modules(self) -> set[str]:
+        """What the engine processes import."""
+        return {engine_module(p.engine) for kind, p in self.plan.processes.items() if kind != "controller"}
 
     def _drive(self, controller: Controller) -> RunResult:
         with ExitStack() as stack, TemporaryDirectory(prefix="rollplex-") as meeting:

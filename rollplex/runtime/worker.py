@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rollplex.backends.engine import Engine, EngineReport
+from rollplex.ir.engines import engine_module
 from rollplex.ir.errors import Problem, RollplexError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan, parse_plan
@@ -81,7 +82,7 @@ def be_deterministic(threads: int, seed: int) -> None:
 def build_engine(plan: Plan, job: Job, assign: Assign, fds: list[int]) -> Engine:
     """The backend's engine for this process; `fds` are the ledgers of the device and of the host."""
     process = assign.process
-    backend = import_module(f"rollplex.backends.{plan.processes[process.kind].engine}.engine")
+    backend = import_module(engine_module(plan.processes[process.kind].engine))
     return backend.build(plan, job, process.kind, process.rank, fds, Path(assign.meeting))
 
 

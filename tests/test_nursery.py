@@ -1,0 +1,71 @@
+"""Engine processes are forks of a nursery, children of the controller, and named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollplex.ir.errors import EngineError
+from rollplex.runtime.channel import Channel, pair
+from rollplex.runtime.crew import child_environment
+from rollplex.runtime.nursery import Child, Nursery, kept, nursery
+
+ENVIRONMENT = child_environment(os.environ, 1)
+
+
+def forked(one: Nursery, log: Path, modules: tuple[str, ...] = ()) -> tuple[Child, Channel]:
+    ours, theirs = pair()
+    return one.fork("train 7", theirs, log, modules), Channel(ours)
+
+
+def test_an_engine_is_a_named_child_that_outlives_its_nursery(tmp_path: Path) -> None:
+    with nursery(ENVIRONMENT) as one:
+        child, channel = forked(one, tmp_path / "log", ("no.such.module",))
+    process = psutil.Process(child.pid)
+    assert (process.ppid(), process.name()) == (os.getpid(), "train 7")
+    assert channel.receive() == (b"", [])  # a pulse
+    assert child.poll() is None
+    child.kill()
+    assert child.wait(10) == child.poll() == -signal.SIGKILL
+    channel.close()
+
+
+def test_an_engine_ends_with_the_channel(tmp_path: Path) -> None:
+    with nursery(ENVIRONMENT) as one:
+        child, channel = forked(one, tmp_path / "log")
+    channel.close()
+    assert child.wait(10) not in (None, 0)
+
+
+def test_a_kept_nursery_serves_the_next_run_while_it_lives_and_imports_alike() -> None:
+    def pid(environment: dict[str, str]) -> int:
+        with nursery(environment) as one:
+            return one.pid
+
+    with kept():
+        first = pid(ENVIRONMENT)
+        assert pid({**ENVIRONMENT, "ANY_NAME": "1"}) == first
+        other = pid({**ENVIRONMENT, "OMP_NUM_THREADS": "2"})
+        assert other != first
+        os.kill(other, signal.SIGKILL)
+        os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
+        assert pid({**ENVIRONMENT, "OMP_NUM_THREADS": "2"}) != other
+
+
+def test_a_nursery_that_cannot_import_is_an_error_with_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    one = Nursery(ENVIRONMENT)
+    with pytest.raises(EngineError, match=r"cannot start train 7: the process that starts engines ended with status 3"):
+        forked(one, tmp_path / "log")
+    one.close()
