@@ -28,6 +28,8 @@ from torch import Tensor
 
 from rollplex.backends.hf.precision import KeepDouble
 
+pytestmark = pytest.mark.processes
+
 CASES = {
     "saved in hbm": Case(),
     "everything recomputed, saved on the host, [I, O], gate and up apart, in parts": Case(

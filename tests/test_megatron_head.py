@@ -14,6 +14,8 @@ from torch import Tensor
 from rollplex.backends.megatron.groups import Alone
 from rollplex.backends.megatron.head import token_logprobs
 
+pytestmark = pytest.mark.processes
+
 ROWS = 5
 
 

@@ -21,6 +21,8 @@ from rollplex.ir.steps import Exchange, Rebuild
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
 
+pytestmark = pytest.mark.processes
+
 ROLLOUT = {"engine": "host", "kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
 HOST: dict[str, Any] = {"engine": "host"}
 

@@ -21,6 +21,8 @@ from rollplex.ir.errors import OutOfMemory
 from rollplex.ir.spec import Part
 from rollplex.ir.work import Work
 
+pytestmark = pytest.mark.processes
+
 
 def rank_of(*frozen: Part) -> MegatronModel:
     oracle = oracle_model(CONFIG, torch.float32)

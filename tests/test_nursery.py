@@ -16,6 +16,8 @@ from rollplex.runtime.channel import Channel, pair
 from rollplex.runtime.crew import child_environment
 from rollplex.runtime.nursery import Child, Nursery, kept, nursery
 
+pytestmark = pytest.mark.processes
+
 ENVIRONMENT = child_environment(os.environ, 1)
 
 

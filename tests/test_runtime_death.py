@@ -30,6 +30,8 @@ from rollplex.runtime.events import IterationDone, RunEvent, Started, StepEntere
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import execute_plan, run_plan
 
+pytestmark = pytest.mark.processes
+
 PHASES = ("P1", "P2", "P3")
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
 

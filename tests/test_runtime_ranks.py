@@ -31,6 +31,8 @@ from rollplex.runtime.gathering import agreed_digests, gathered, merged_metrics
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
 
+pytestmark = pytest.mark.processes
+
 ROLES = {
     "actor": {
         "train": {"engine": "host"},

@@ -16,6 +16,8 @@ from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Barrier, Drop, Fetch, Map, Run, Signal, Step, Unmap, UpdateChunk, Wait
 from rollplex.runtime.run import execute_plan
 
+pytestmark = pytest.mark.processes
+
 Program = tuple[Step, ...]
 
 

@@ -19,6 +19,8 @@ from rollplex.runtime.events import IterationDone, RunEvent, StepEntered, Stoppi
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
 
+pytestmark = pytest.mark.processes
+
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
 FIVE = {"steps": 5}
 
