@@ -85,8 +85,10 @@ class Recorded:
             self.values = dict(self.run.states[TRAIN].values)
 
     def gradients(self) -> dict[str, Tensor]:
+        """Of the loss: groups add up undivided, and the update divides by the response tokens of the step."""
         assert self.gradient is not None
-        return split(self.gradient, trained_tensors(self.run.job, "actor"))
+        tokens = int(self.values["rollout"].lengths.sum())
+        return split(self.gradient / tokens, trained_tensors(self.run.job, "actor"))
 
 
 def oracle(recorded: Recorded) -> Any:

@@ -57,6 +57,8 @@ def loss() -> LossPlan:
         wide_inputs=("rollout",),
         sliced=("ref_logp", "wide", "mask"),
         whole=("mask.count",),
+        divisor="mask.count",
+        divisor_inputs=("rollout",),
     )  # fmt: skip
 
 

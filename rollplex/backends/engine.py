@@ -132,6 +132,10 @@ class Engine(Tasks, Protocol):
         """A collective of the rank's group."""
         ...
 
+    def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
+        """What a role's gradient, summed up over prompt groups, is multiplied by before its norm: 1 / divisor."""
+        ...
+
     def rebuild(self, step: Rebuild) -> None:
         """Copy and permute the tensors that cannot alias."""
         ...

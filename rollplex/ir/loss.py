@@ -2,11 +2,13 @@
 
 A value that depends on the trained role's forward is `group` (it has its prompt's rows only) or `sum` (a sum over
 groups so far). Only what is linear may follow a sum; anything else couples prompt groups and is refused by name.
+A normaliser of the whole batch that divides all of the sum (`divisors`) is left to the end, so that no group waits for
+another's responses: gradients are accumulated without it, and scaled once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch.fx import Graph, Node
@@ -164,6 +166,8 @@ class _Splitting:
         nodes = {n.name: n for n in self.graph.nodes}
         wide = [n for n in step if n not in nodes or mixes_prompts(nodes[n])]
         self._check_wide(nodes[n] for n in wide if n in nodes)
+        sums = {r.name for r in self.group_records if r.name not in nodes or self.state[nodes[r.name]] == "sum"}
+        divisor = one_divisor(self.group_records, sums, wide, self.loss.name)
         sliced = [n for n in frontier if n in nodes and _has_prompt(nodes[n])]
         return LossPlan(
             role=self.role,
@@ -176,6 +180,8 @@ class _Splitting:
             wide_inputs=_given(step, wide),
             sliced=tuple(sliced),
             whole=tuple(n for n in frontier if n not in sliced),
+            divisor=divisor,
+            divisor_inputs=_given(step, [divisor]) if divisor else (),
         )
 
     def _check_wide(self, nodes: Iterable[Node]) -> None:
@@ -208,6 +214,41 @@ def mixes_prompts(node: Node) -> bool:
 def _has_prompt(node: Node) -> bool:
     found = g.type_of(node)
     return isinstance(found, TensorType) and PROMPT in found.dims
+
+
+def divisors(records: Iterable[NodeRecord], sums: Container[str], wide: Container[str]) -> dict[str, frozenset[str]]:
+    """Of each sum over groups, the wide values that its parts are divided by; "" for a part divided by none.
+
+    x.sum = rx.masked_sum(v, m) -> {""}    x = rx.portion(x.sum, m.count) -> {m.count}    x + x.sum -> {m.count, ""}
+    """
+    found: dict[str, frozenset[str]] = {}
+    for record in (r for r in records if r.name in sums):
+        by = _divides_by(record, wide)
+        parts = frozenset().union(*(found[n] for n in inputs_of(record) if n in found)) or frozenset({""})
+        # Divided twice, neither of the two is the whole scale.
+        found[record.name] = parts if by is None else frozenset({by}) if parts == {""} else parts | {by}
+    return found
+
+
+def _divides_by(record: NodeRecord, wide: Container[str]) -> str | None:
+    """The wide value that a record divides its first argument by."""
+    if record.op not in ("rx.portion", *_DIVIDES) or len(record.args) != 2:
+        return None
+    match record.args:
+        case [first, {"ref": str(name)}] if name in wide and first != {"ref": name}:
+            return name
+        case _:
+            return None
+
+
+def one_divisor(records: Sequence[NodeRecord], sums: Container[str], wide: Container[str], result: str) -> str:
+    """The wide value that all parts of a loss are divided by, and that nothing else reads; "" if there is none."""
+    parts = divisors(records, sums, wide).get(result, frozenset({""}))
+    if len(parts) > 1:
+        return ""
+    (divisor,) = parts
+    readers = [r for r in records if divisor in inputs_of(r)]
+    return divisor if all(r.name in sums and _divides_by(r, wide) == divisor for r in readers) else ""
 
 
 def _given(step: Mapping[str, NodeRecord], names: Iterable[str]) -> tuple[str, ...]:

@@ -249,6 +249,8 @@ class LossPlan(Strict):
 
     `wide` values mix the prompts of the whole step (over all ranks) and must be computed from all of them, out of
     `wide_inputs`; `sliced` values have the prompt dim first and are cut to a group; `whole` values are passed on.
+    Where all that groups add up is divided by one of the wide values, it is the `divisor`: groups run with 1 in its
+    place, and the sums of loss and gradient are divided by it once, behind the last group.
     """
 
     role: str
@@ -261,6 +263,8 @@ class LossPlan(Strict):
     wide_inputs: tuple[str, ...]
     sliced: tuple[str, ...]
     whole: tuple[str, ...]
+    divisor: str = Field(default="", description="a wide value that sums over groups are divided by; empty: none")
+    divisor_inputs: tuple[str, ...] = Field(default=(), description="what it is computed from")
 
 
 class Plan(Strict):

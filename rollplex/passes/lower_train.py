@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollplex.ir.lora import lora_of
+from rollplex.ir.loss import split_loss
 from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Signal, Step, UpdateChunk, Wait
 from rollplex.ir.work import trains_vision
 from rollplex.passes.chunk_sizes import Chunks
@@ -155,7 +156,10 @@ class TrainProgram(Context):
         norm = "norm" if role == self.policy else f"{role}.norm"
         update = self.schedule.call("update", role)
         assert update is not None
-        yield Run(window=at, task="grad_norm", node=update.node, role=role, reads=(gradients,), outputs=(norm,))
+        yield Run(
+            window=at, task="grad_norm", node=update.node, role=role,
+            reads=(gradients,), inputs=split_loss(self.module.graph, role).divisor_inputs, outputs=(norm,),
+        )  # fmt: skip
 
     def _train_step(self, window: Window, call: Call, microbatch: int) -> Step:
         role, at = window.role, window.name

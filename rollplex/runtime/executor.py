@@ -113,7 +113,8 @@ def _run(state: ProcessState, step: Run, text: str) -> None:
         what = f"{text} takes {', '.join(missing)}, which this process neither made nor received"
         raise _residency_error(state, what, "wait for the event that carries it")
     if step.task == "grad_norm":
-        outputs = dict.fromkeys(step.outputs, state.optimizer.norm())
+        scale = state.memory.scale(step, take(state.values, step.inputs))
+        outputs = dict.fromkeys(step.outputs, state.optimizer.norm(scale))
     else:
         with _measured(state, step, text):
             outputs = state.tasks.run(step, take(state.values, step.inputs))

@@ -43,12 +43,13 @@ class StreamedUpdate:
         """Master, moments and gradient where they are now."""
         return FlatState(self._flat("master"), *self._moments(), self._flat("gradients"))
 
-    def norm(self) -> float:
-        """The gradient's global norm; sets the scale that clips every chunk of this step."""
+    def norm(self, scale: float = 1.0) -> float:
+        """The global norm of the gradient, which is `scale` times what lies there; every chunk scales and clips it."""
         counted = [slab for slab in self.slabs if slab.name in self.trained.counted]
-        norm = global_norm(self._flat("gradients"), counted, self.trained.sums)
-        self._scale = clip_scale(norm, self.options.clip_norm)
-        self.metrics = {"grad_norm": norm, "clip_scale": self._scale}
+        norm = scale * global_norm(self._flat("gradients"), counted, self.trained.sums)
+        clip = clip_scale(norm, self.options.clip_norm)
+        self._scale = scale * clip
+        self.metrics = {"grad_norm": norm, "clip_scale": clip}
         return norm
 
     def chunk(self, step: UpdateChunk) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mutants.edit import mutant, summarise, with_object
+from mutants.edit import change, mutant, put, steps, summarise, with_object
 from rollplex.ir.plan import NodeRecord, Plan
+from rollplex.ir.steps import Run
 
 
 def with_job(plan: Plan, *path: str, value: Any) -> Plan:
@@ -167,6 +168,26 @@ def loss_with_another_list(plan: Plan) -> Iterator[Plan]:
             for i in range(len(was)):
                 yield with_loss(plan, role, **{name: (*was[:i], *was[i + 1 :])})
             yield with_loss(plan, role, **{name: (*was, "more")})
+
+
+@mutant("loss")
+def loss_with_another_divisor(plan: Plan) -> Iterator[Plan]:
+    """Left to the end though groups are divided by it, or the other way round; made of something else."""
+    for role, loss in plan.losses.items():
+        for name in {"", *loss.wide, loss.step[0].name} - {loss.divisor}:
+            yield with_loss(plan, role, divisor=name)
+        yield with_loss(plan, role, divisor_inputs=(*loss.divisor_inputs, "more"))
+        if loss.divisor:
+            yield with_loss(plan, role, divisor_inputs=())
+
+
+@mutant("missing-input")
+def divisor_made_of_other_values(plan: Plan) -> Iterator[Plan]:
+    for process, i, step in steps(plan, Run):
+        if step.task == "grad_norm":
+            yield put(plan, process, i, change(step, inputs=(*step.inputs, "prompts")))
+            if step.inputs:
+                yield put(plan, process, i, change(step, inputs=()))
 
 
 @mutant("loss")

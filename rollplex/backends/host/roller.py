@@ -77,6 +77,9 @@ class RolloutEngine:
     def exchange(self, step: Exchange) -> None:
         raise AssertionError("training ranks exchange weights")
 
+    def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
+        raise AssertionError("a rollout rank has no gradients")
+
     def rebuild(self, step: Rebuild) -> None:
         raise AssertionError("the training rank of the GPU rebuilds")
 

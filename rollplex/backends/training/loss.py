@@ -1,7 +1,8 @@
 """The loss of one step, group by group, from the plan's data: no line of the user's program runs in a worker.
 
-before the first group    divisors and everything that does not need the trained role's forward, for all groups
-group m                   the plan's `group` records on the log-probabilities of group m, then backward
+before the first group    what mixes the prompts of the step, but for the divisor
+group m                   the plan's records on the rows and log-probabilities of group m, then backward
+behind the last group     the divisor: sums of loss and gradient times `scale`
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollplex.ir.errors import RunError
-from rollplex.ir.grouploss import group_loss, row_values, wide_values
+from rollplex.ir.grouploss import group_loss, row_values, scale_of, undivided, wide_values
 from rollplex.ir.plan import Plan
 
 
@@ -28,15 +29,20 @@ class StepLoss:
         (self._plan,) = plan.losses.values()  # a plan for this backend trains one role
         self.prompts = next(record.name for record in plan.graph if record.op == "input")
         self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
-        self.total = 0.0
         self._scores: dict[str, dict[int, Tensor]] = {}
-        self._rows: dict[str, Any] | None = None
+        self.begin()
 
     def begin(self) -> None:
         """A new step."""
-        self.total = 0.0
+        self._sum = 0.0
+        self._scale = 1.0
         self._scores.clear()
-        self._rows = None
+        self._wide = None
+
+    @property
+    def total(self) -> float:
+        """The loss of the rank's groups so far; the step's divisor is known when `scale` has been asked for."""
+        return self._sum * self._scale
 
     def score(self, node: str, group: int, logprobs: Tensor) -> None:
         """Keep the scores of one group by a role that is not trained."""
@@ -46,18 +52,18 @@ class StepLoss:
         """The scores of a node so far [prompt, group, response]."""
         return torch.cat([scores for _, scores in sorted(self._scores[node].items())])
 
-    def _cut(self, name: str, value: Any) -> Any:
-        """The rows of the rank's prompts; scores of its own models have no others."""
-        if name in self._scores:
-            return value
-        return value[self._own.start : self._own.stop] if isinstance(value, Tensor) else value.of(self._own)
+    def scale(self, inputs: Mapping[str, Any]) -> float:
+        """What makes the sums over groups, of loss and gradient, those of the step: once, behind the last group."""
+        self._scale = scale_of(self._plan, inputs)
+        return self._scale
 
     def backward(self, node: str, group: int, logprobs: Tensor, inputs: Mapping[str, Any]) -> None:
-        """The loss of one group and its backward; RunError when it is not finite."""
-        if self._rows is None:
-            wide = wide_values(self._plan, inputs)
-            self._rows = row_values(self._plan, {n: self._cut(n, value) for n, value in inputs.items()}, wide)
-        loss = group_loss(self._plan, self._rows, {node: logprobs}, group)
+        """The undivided loss of one group and its backward; RunError when it is not finite.
+
+        A group's rows are computed from its own alone, whatever else is there: the same bits in every schedule.
+        """
+        rows = row_values(self._plan, {n: self._cut(n, v, group) for n, v in inputs.items()}, self._step_values(inputs))
+        loss = group_loss(self._plan, rows, {node: logprobs}, 0)
         value = float(loss.detach())
         if not torch.isfinite(loss.detach()):
             raise RunError(
@@ -65,5 +71,19 @@ class StepLoss:
                 where=f"%{self._plan.loss}",
                 hint="look for log-probabilities of -inf, a division by zero, or a reward that is not finite",
             )
-        self.total += value
+        self._sum += value
         loss.backward()
+
+    def _step_values(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What mixes the prompts of the step, and 1 for the divisor."""
+        if self._wide is None:
+            names = tuple(name for name in self._plan.wide if name != self._plan.divisor)
+            self._wide = wide_values(self._plan, inputs, names) | undivided(self._plan)
+        return self._wide
+
+    def _cut(self, name: str, value: Any, group: int) -> Any:
+        """The rows of one of the rank's groups."""
+        if name in self._scores:
+            return self._scores[name][group]
+        prompt = self._own[group]
+        return value[prompt : prompt + 1] if isinstance(value, Tensor) else value.of(range(prompt, prompt + 1))

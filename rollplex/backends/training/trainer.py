@@ -142,6 +142,9 @@ class TrainEngine:
         trained = sum(numel for _, numel in model.trained)
         self._ranks.all_reduce("dp", self._objects.current(step.object, self.state_dtype)[:trained])
 
+    def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
+        return self._loss.scale(inputs)
+
     def rebuild(self, step: Rebuild) -> None:
         self._replicas[self.role].rebuild(self._objects.pages(step.object, self.dtype))
 

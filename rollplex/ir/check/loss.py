@@ -6,7 +6,8 @@
     x = operator.add(s, 3)          x.portion = rx.portion(3, prompts.count)   x = operator.add(s, x.portion)
     anything else                   itself
 What does not depend on the role's forward is in `step`, with the counts that the portions divide by. Where names alone
-do not tell whether prompts are mixed (a mean over dim -1), both readings are allowed.
+do not tell whether prompts are mixed (a mean over dim -1), both readings are allowed. A divisor that is left to the end
+divides every part of the loss, each once, and is read by nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.graph import inputs, is_call, is_maths, updates
-from rollplex.ir.check.maths import ADDS, MEANS, OVER_MASK, SUMS, Known, mixes, over_prompts, rows_of
+from rollplex.ir.check.maths import ADDS, DIVIDES, MEANS, OVER_MASK, SUMS, Known, mixes, over_prompts, rows_of
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.plan import LossPlan, NodeRecord
 
@@ -209,6 +210,43 @@ def _wide(e: Expected) -> Iterator[Violation]:
         yield _lists(e, "wide_inputs", e.loss.wide_inputs, given)
 
 
+def _divisor(e: Expected) -> Iterator[Violation]:
+    """What is divided by at the end instead: nothing that is told must be missing, and nothing else be divided so."""
+    loss, graph = e.loss, {r.name for r in e.facts.plan.graph}
+    readings = []
+    for states in (("sum",), ("sum", "?")):
+        sums = {r.name for r in loss.group if r.name not in graph or e.state.get(r.name) in states}
+        readings.append(_dividing(loss, sums))
+    if loss.divisor not in readings:
+        what = f"the divisor is {loss.divisor or 'none'}, the records divide by {readings[0] or 'no one value'}"
+        yield Violation("loss", what, where=f"loss of {e.role}")
+    given = _given([loss.divisor], {r.name: r for r in loss.step}) if loss.divisor else []
+    if list(loss.divisor_inputs) != given:
+        yield _lists(e, "divisor_inputs", loss.divisor_inputs, given)
+
+
+def _dividing(loss: LossPlan, sums: set[str]) -> str:
+    """The wide value by which each part of the loss is divided exactly once; "" where there is none."""
+    counts: dict[str, set[tuple[str, ...]]] = {}
+    for r in loss.group:
+        if r.name not in sums:
+            continue
+        by = _second(r) if r.op in DIVIDES and _second(r) in loss.wide else None
+        parts = set().union(*(counts.get(n, set()) for n in inputs(r))) or {()}
+        counts[r.name] = {(*p, by) for p in parts} if by else parts
+    found = counts.get(loss.result, {()})
+    by = next(iter(found))
+    if len(found) > 1 or len(by) != 1:
+        return ""
+    others = (r for r in loss.group if by[0] in inputs(r))
+    return by[0] if all(r.name in sums and r.op in DIVIDES and r.args[0] != r.args[1] for r in others) else ""
+
+
+def _second(record: NodeRecord) -> str:
+    second = record.args[1] if len(record.args) == 2 else None
+    return str(second.get("ref", "")) if isinstance(second, dict) else ""
+
+
 def _given(names: Sequence[str], made: Mapping[str, NodeRecord]) -> list[str]:
     """What values are made of and no record makes; a record of a plan file may read itself."""
     todo, seen = list(names), set[str]()
@@ -236,5 +274,5 @@ def check_loss(facts: Facts) -> Iterator[Violation]:
         if losses[role].role != role:
             yield Violation("loss", f"it is that of {losses[role].role}", where=f"loss of {role}")
         expected = Expected(facts, role, losses[role], asked[role]).walk()
-        for check in (_parts, _frontier, _wide):
+        for check in (_parts, _frontier, _wide, _divisor):
             yield from check(expected)

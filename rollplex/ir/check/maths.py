@@ -19,6 +19,10 @@ Rows = Mapping[str, Known]
 SUMS, MEANS = ("torch.sum", "Tensor.sum"), ("torch.mean", "Tensor.mean")
 ADDS = ("operator.add", "torch.add", "Tensor.add", "operator.sub", "torch.sub", "Tensor.sub")
 OVER_MASK = ("rx.masked_mean", "rx.masked_sum")
+DIVIDES = (
+    *("rx.portion", "operator.truediv", "torch.div", "Tensor.div", "torch.divide", "Tensor.divide"),
+    "torch.true_divide",
+)
 COUNTS = ("rx.mask_count", "rx.rows")
 _REDUCTIONS = frozenset(
     [

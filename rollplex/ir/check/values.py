@@ -94,6 +94,12 @@ def check_inputs(facts: Facts) -> Iterator[Violation]:
     makers = {s.node for _, s in facts.runs("load", "generate", "host", "suffix", "whole", "train")}
     args = {r.name: set(references([r.args, r.kwargs])) for r in facts.plan.graph}
     losses = {s.role: s.node for _, s in facts.runs("grad_norm")}
+    for at, step in facts.runs("grad_norm"):
+        loss = facts.plan.losses.get(step.role)
+        if loss is not None and set(step.inputs) != set(loss.divisor_inputs):
+            given, taken = (", ".join(names) or "nothing" for names in (loss.divisor_inputs, step.inputs))
+            what = f"takes {taken}, the divisor %{loss.divisor or 'none'} is made of {given}"
+            yield Violation("missing-input", what, at)
     known: dict[tuple[str, str], set[str]] = {}
     forwards: dict[str, set[str]] = {}
     for _, step in facts.runs("train"):
