@@ -18,6 +18,11 @@ KEYS = {
         "zzz: 8",
         "job.yaml:24: unknown key `zzz`\n    try: keys here: prompts, group, prompt_tokens",
     ),
+    "the only value of a list": (
+        "freeze: [vision]",
+        "lora: {rank: 8, targets: [lm_head]}",
+        "job.yaml:17: `targets`: `lm_head` is not known; expected one of qkv, o, gate_up, down",
+    ),
     "unknown section": ("optimizer:", "optimiser:", "job.yaml:29: unknown key `optimiser`\n    try: optimizer"),
     "unknown key of an engine": (
         "runtime_gib: 3",

@@ -39,6 +39,15 @@ def test_golden_of_an_infeasible_page() -> None:
     golden.check("plan_page_infeasible.txt", text_of(plan, "tiny.yaml"))
 
 
+def test_what_else_is_exceeded_is_told_beside_the_first() -> None:
+    """A reader who makes room in HBM learns at once that the node's memory lacks too."""
+    summary = pageplan.summary(capacity=7 * GIB)
+    node = summary.node.model_copy(update={"capacity_bytes": 20 * GIB})
+    text = text_of(pageplan.plan(summary.model_copy(update={"node": node}), OVER))
+    assert f"are live, the host memory of a node is {size(20 * GIB, 1)}" in text
+    assert "also " not in text_of(pageplan.plan(summary, OVER))
+
+
 def test_a_page_comes_from_the_file_alone() -> None:
     """A plan that went through JSON prints the same page: nothing is kept beside it."""
     plan = pageplan.plan()

@@ -193,7 +193,7 @@ def validate(data: dict[str, Any]) -> tuple[Job | None, list[ErrorDetails]]:
     try:
         return Job.model_validate(data), []
     except ValidationError as error:
-        wrong = error.errors(include_url=False)
+        wrong = _causes(error.errors(include_url=False))
     except RecursionError:
         raise JobError("nested too deeply") from None
     trimmed = copy.deepcopy(data)
@@ -203,6 +203,12 @@ def validate(data: dict[str, Any]) -> tuple[Job | None, list[ErrorDetails]]:
         return Job.model_validate(trimmed), wrong
     except ValidationError:
         return None, wrong
+
+
+def _causes(wrong: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without lists that are too short for no other reason than that their values are wrong."""
+    inner = {error["loc"][:-1] for error in wrong}
+    return [error for error in wrong if error["type"] != "too_short" or error["loc"] not in inner]
 
 
 def _stand_in(data: Any, path: KeyPath, parent: type[BaseModel] | None) -> None:

@@ -26,7 +26,12 @@ def infeasible_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     found = plan.infeasible
     if found is None:
         return []
-    return [*_shortfall(plan, found, width), *_live(plan, found, width), *_remedies(found, width)]
+    return [
+        *_shortfall(plan, found, width),
+        *_also(plan, found, width),
+        *_live(plan, found, width),
+        *_remedies(found, width),
+    ]
 
 
 HAS: dict[Resource, str] = {
@@ -36,19 +41,37 @@ HAS: dict[Resource, str] = {
 }
 
 
-def capacity_of(plan: Plan, found: Infeasible) -> int:
-    """Bytes of the resource that is exceeded."""
+def capacity_of(plan: Plan, resource: Resource) -> int:
+    """Bytes that there are of a resource."""
     s = plan.summary
-    return {"hbm": s.capacity_bytes, "host": s.host_capacity_bytes, "node": s.node.capacity_bytes}[found.resource]
+    return {"hbm": s.capacity_bytes, "host": s.host_capacity_bytes, "node": s.node.capacity_bytes}[resource]
 
 
 def _shortfall(plan: Plan, found: Infeasible, width: int) -> list[Text]:
-    capacity = capacity_of(plan, found)
+    capacity = capacity_of(plan, found.resource)
     place = HAS[found.resource]
     need = capacity + found.shortfall_bytes
     over = f"{size(found.shortfall_bytes, 1)} over"
     text = f"in {found.window} {size(need, 1)} are live, {place} {size(capacity, 1)}: {over}"
     return labelled("over", text, width, "bold red")
+
+
+def _also(plan: Plan, found: Infeasible, width: int) -> list[Text]:
+    """What else is exceeded, where it is exceeded most: what helps the first shortage need not help these."""
+    s = plan.summary
+    fullest, pinned = (max(s.windows, key=key) for key in (lambda w: w.hbm_bytes, lambda w: w.host_bytes))
+    needs: dict[Resource, tuple[str, int]] = {
+        "hbm": (fullest.name, fullest.hbm_bytes),
+        "host": (pinned.name, pinned.host_bytes),
+        "node": (pinned.name, s.node.total_bytes),
+    }
+    lines: list[Text] = []
+    for resource, (window, need) in needs.items():
+        capacity = capacity_of(plan, resource)
+        if resource != found.resource and need > capacity:
+            text = f"in {window} {size(need, 1)} are live, {HAS[resource]} {size(capacity, 1)}"
+            lines += labelled("" if lines else "also", text, width)
+    return lines
 
 
 def _live(plan: Plan, found: Infeasible, width: int) -> list[Text]:

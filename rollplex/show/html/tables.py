@@ -37,7 +37,7 @@ def _cell(index: int, cell: Cell, number: bool) -> Markup:
 
 def shortfall(plan: Plan, found: Infeasible) -> Markup:
     """One sentence: where, how much, of what."""
-    capacity, place = capacity_of(plan, found), HAS[found.resource].replace("'", "\u2019")
+    capacity, place = capacity_of(plan, found.resource), HAS[found.resource].replace("'", "\u2019")
     return el(
         "p", "In ", el("b", found.window), f" {size(capacity + found.shortfall_bytes, 1)} are live and {place} "
         f"{size(capacity, 1)}: ", el("b", f"{size(found.shortfall_bytes, 1)} over", class_="bad"), ".",
