@@ -125,7 +125,7 @@ def test_a_critic_has_the_size_of_its_own_model_without_logits() -> None:
     assert boundary.bytes == boundary.slots * 8192 * spec.kv_bytes_per_token(4, 2)
 
 
-def test_plans_say_what_no_backend_has_for_a_critic_or_a_reward_model() -> None:
+def test_plans_for_other_engines_say_what_they_do_not_run_of_a_critic_or_a_reward_model() -> None:
     for name, role in (("ppo", "critic"), ("grpo_reward_model", "judge")):
         assert any(f"{role} ends in one number" in what for what in plan(name).not_executable)
         assert any(f"{role} has a model of its own" in what for what in plan(name).not_executable)

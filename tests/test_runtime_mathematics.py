@@ -62,7 +62,9 @@ def read_by_rollout(run: InThreads) -> dict[str, Tensor]:
     """Every weight over the pages that the rollout rank has imported."""
     names: dict[Part, str] = {"language": "actor.snapshot", "vision": "actor.vision"}
     return views(
-        {part: run.rollout.objects.pages(n, DTYPES[run.job.model.dtype]) for part, n in names.items()}, run.job
+        {part: run.rollout.objects.pages(n, DTYPES[run.job.model.dtype]) for part, n in names.items()},
+        run.job,
+        "actor",
     )
 
 
@@ -73,15 +75,15 @@ class Recorded:
         self.gradient: Tensor | None = None
         self.values: dict[str, Any] = {}
         self.run = InThreads(plan, {"reward": luck}, self._look)
-        self.before = {name: w.clone() for name, w in self.run.train.trained().weights.items()}
+        self.before = {name: w.clone() for name, w in self.run.train.trained()["actor"].weights.items()}
         self.whole = {name: w.clone() for name, w in read_by_rollout(self.run).items()}
         self.run.step(0)
-        self.after = {name: w.clone() for name, w in self.run.train.trained().weights.items()}
+        self.after = {name: w.clone() for name, w in self.run.train.trained()["actor"].weights.items()}
         self.run.close()
 
     def _look(self, process: ProcessId, step: Step) -> None:
         if process == TRAIN and isinstance(step, Run) and step.task == "grad_norm":
-            self.gradient = self.run.train._state("gradients").clone()
+            self.gradient = self.run.train._state("actor", "gradients").clone()
             self.values = dict(self.run.states[TRAIN].values)
 
     def gradients(self) -> dict[str, Tensor]:

@@ -35,15 +35,16 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class TrainedState:
-    """What the runtime's optimizer works on: the rank's trained parameters in their flat order, and where they lie.
+    """What the runtime's optimizer works on: one role's trained parameters in their flat order, and where they lie.
 
     `current(name)` is gradients, master or moments as one flat tensor of `dtype`, wherever the plan has it now (it may
     be longer than needed: pages). `weights[name]` are the parameters that engines read: there a cast result goes.
     `counted` are the parameters whose gradient this rank counts in the norm; `sums(x)` are the x of all ranks that hold
-    parts of one model.
+    parts of one model. `label` stands before the names of the role's metrics: nothing for the policy, `critic_`.
     """
 
     role: str
+    label: str
     sizes: tuple[tuple[str, int], ...]
     dtype: torch.dtype
     weights: Mapping[str, Tensor]
@@ -140,8 +141,8 @@ class Engine(Tasks, Protocol):
         """Copy and permute the tensors that cannot alias."""
         ...
 
-    def trained(self) -> TrainedState | None:
-        """What the optimizer of this rank works on; None for a rank that trains nothing."""
+    def trained(self) -> Mapping[str, TrainedState]:
+        """What the optimizers of this rank work on, by role, the policy first; empty for a rank that trains nothing."""
         ...
 
     def finish(self) -> EngineReport:

@@ -50,6 +50,14 @@ class RoleModel(Protocol):
         """Log-probabilities [responses, tokens] over a prefix, under the caller's grad mode."""
         ...
 
+    def values(self, prefix: Prefix, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
+        """A critic's values [responses, tokens] over a prefix, under the caller's grad mode."""
+        ...
+
+    def scores(self, prefix: Prefix, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
+        """A reward model's scores [responses] over a prefix, under the caller's grad mode."""
+        ...
+
     def prefix_backward(self, prefix: Prefix, kv_grads: Tensor) -> None:
         """Gradients of the prefix from d(loss)/d(kv); once for each attached prefix."""
         ...
@@ -59,7 +67,7 @@ class RoleModel(Protocol):
         ...
 
     def fill(self) -> None:
-        """Give this rank's weights their initial values."""
+        """Give the policy's weights on this rank their initial values, where they lie."""
         ...
 
     def fill_master(self, flat: Tensor) -> None:
@@ -67,7 +75,7 @@ class RoleModel(Protocol):
         ...
 
     def initial(self, part: Part) -> Tensor:
-        """Initial values of a frozen role's part, flat, as its object holds them."""
+        """Initial values of a part, flat, as its object holds them."""
         ...
 
     def exchange(self, groups: Groups) -> None:

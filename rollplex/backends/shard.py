@@ -166,7 +166,9 @@ class _Regions:
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 yield self._whole(f"layers.{layer}.{norm}.weight", (hidden,))
         yield self._whole("norm.weight", (hidden,))
-        if not spec.tied:
+        if spec.head == "scalar":
+            yield self._whole("score.weight", (1, hidden))
+        elif not spec.tied:
             yield self._cut("head", "lm_head.weight", (rows, hidden))
 
     def _fused(self, kind: str, name: str, hidden: int) -> Iterator[Region]:

@@ -150,16 +150,15 @@ def _apply(data: dict[str, Any], text: str) -> Override:
 
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> None:
-    run = data.get("run")
-    if isinstance(run, dict):
-        for key in ("data", "weights"):
-            if isinstance(run.get(key), str):
-                run[key] = str(_resolve(base, run[key]))
-    _embed_config(data, base)
     roles = data.get("roles")
-    for role in roles.values() if isinstance(roles, dict) else ():
-        if isinstance(role, dict):
-            _embed_config(role, base)
+    named = [role for role in (roles.values() if isinstance(roles, dict) else ()) if isinstance(role, dict)]
+    run = data.get("run")
+    for section, keys in [(run, ("data", "weights")), *((role, ("weights",)) for role in named)]:
+        for key in keys if isinstance(section, dict) else ():
+            if isinstance(section.get(key), str):
+                section[key] = str(_resolve(base, section[key]))
+    for section in (data, *named):
+        _embed_config(section, base)
 
 
 def _resolve(base: Path, text: str) -> Path:

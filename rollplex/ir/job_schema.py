@@ -150,6 +150,11 @@ class Role(Section):
         default="auto",
         description="what the model ends in: logits, or one number as in a critic; auto: as the algorithm calls it",
     )
+    weights: str | None = Field(
+        default=None,
+        description="directory of its initial weights, relative to the job file; null takes those of run.weights for "
+        "the job's model and draws those of another; a trained role whose directory has no scalar head draws it",
+    )
     train: Train | None = Field(default=None, description="present when the role is trained")
     rollout: Rollout | None = Field(default=None, description="present when the role generates responses")
     score: Score | None = Field(default=None, description="present when a frozen role computes log-probabilities")

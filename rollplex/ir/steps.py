@@ -163,6 +163,11 @@ Step = Annotated[
 ]
 
 
+def role_of(name: str) -> str:
+    """The role that an object is named after: `critic` of `critic.snapshot`."""
+    return name.partition(".")[0]
+
+
 def touched(step: Step) -> tuple[str, ...]:
     """Objects whose bytes this step reads or writes in HBM."""
     match step:

@@ -42,15 +42,22 @@ def _of_ranks(job: Job) -> Iterator[str]:
 
 def _of_roles(job: Job) -> Iterator[str]:
     """Roles that a backend cannot have beside the policy."""
-    for name in job.trained[1:]:
-        yield f"{name} is trained beside {job.policy}: backends train one role"
-    for name, role in job.roles.items():
-        if role.head == "scalar":
-            yield f"{name} ends in one number: backends have models that end in logits"
-        if role.model:
-            yield f"{name} has a model of its own: backends load the job's"
+    for name in job.roles:
+        if job.trainer(name).engine != "host":
+            yield from _of_other_engines(job, name)
         if job.data_parallel(name) != job.data_parallel(job.policy):
             yield f"{name} has other data-parallel ranks than {job.policy}: backends do not pass values between them"
+
+
+def _of_other_engines(job: Job, name: str) -> Iterator[str]:
+    """What the host engine alone does with a role."""
+    engine, role = job.trainer(name).engine, job.roles[name]
+    if name in job.trained[1:]:
+        yield f"{name} is trained beside {job.policy}: {engine} trains one role"
+    if role.head == "scalar":
+        yield f"{name} ends in one number: {engine} runs models that end in logits"
+    if role.model:
+        yield f"{name} has a model of its own: {engine} loads the job's"
 
 
 def _of_calls(schedule: Schedule) -> Iterator[str]:

@@ -28,6 +28,7 @@ from rollplex.ir.steps import (
     UpdateChunk,
     Wait,
     describe,
+    role_of,
     touched,
 )
 from rollplex.runtime.state import ProcessState, take
@@ -72,7 +73,7 @@ def execute(state: ProcessState, step: Step) -> None:
             _run(state, step, text)
         case UpdateChunk():
             with _measured(state, step, text):
-                state.optimizer.chunk(step)
+                state.optimizer(step.role).chunk(step)
             _wrote(state, step.writes, text)
         case Exchange():
             state.memory.exchange(step)
@@ -80,7 +81,7 @@ def execute(state: ProcessState, step: Step) -> None:
             state.memory.rebuild(step)
             _wrote(state, (step.object,), text)
         case Publish():
-            state.optimizer.publish(step)
+            state.optimizer(role_of(step.object)).publish(step)
         case Signal(event=event, carries=names):
             state.link.signal(event, take(state.values, names))
         case Wait(event=event):
@@ -114,7 +115,7 @@ def _run(state: ProcessState, step: Run, text: str) -> None:
         raise _residency_error(state, what, "wait for the event that carries it")
     if step.task == "grad_norm":
         scale = state.memory.scale(step, take(state.values, step.inputs))
-        outputs = dict.fromkeys(step.outputs, state.optimizer.norm(scale))
+        outputs = dict.fromkeys(step.outputs, state.optimizer(step.role).norm(scale))
     else:
         with _measured(state, step, text):
             outputs = state.tasks.run(step, take(state.values, step.inputs))

@@ -104,11 +104,13 @@ def make_feed(plan: Plan, job: Job, hosts: Mapping[str, HOST_FUNCTION]) -> Feed:
     from rollplex.backends.data.encode import PromptMaker
     from rollplex.backends.data.rows import read_rows
     from rollplex.backends.data.video import VisionSpec
+    from rollplex.backends.hf.fit import check_fit
     from rollplex.backends.training.placement import check_weights, config_of
 
     if job.run.data is None:
         raise RunError("the job names no data", where="run.data", hint="name a JSONL file of questions and answers")
     config = config_of(job)
+    check_fit(job)
     check_weights(job)
     work = job.workload
     bounds = {} if work.max_pixels is None else {"max_pixels": work.max_pixels}

@@ -23,7 +23,7 @@ class ProcessState:
     link: Link
     tasks: Tasks
     engine: Engine | None = None
-    update: StreamedUpdate | None = None
+    updates: Mapping[str, StreamedUpdate] = field(default_factory=dict)
     iteration: int = -1
     window: str = ""
     values: Values = field(default_factory=dict)
@@ -35,19 +35,17 @@ class ProcessState:
         assert self.engine is not None, f"{self.process} holds no objects"
         return self.engine
 
-    @property
-    def optimizer(self) -> StreamedUpdate:
-        """The optimizer, for steps that only a training rank has."""
-        assert self.update is not None, f"{self.process} trains nothing"
-        return self.update
+    def optimizer(self, role: str) -> StreamedUpdate:
+        """The optimizer of a role, for steps that only a training rank has."""
+        assert role in self.updates, f"{self.process} does not train {role}"
+        return self.updates[role]
 
 
 def engine_state(process: ProcessId, plan: Plan, job: Job, link: Link, engine: Engine) -> ProcessState:
     """The state of an engine process before its first iteration: what the plan says is there is produced."""
     there = {o.name for o in plan.summary.objects if o.start == "hbm" and process.kind in (o.process, *o.readers)}
-    trained = engine.trained()
-    update = StreamedUpdate(job.optimizer, trained) if trained else None
-    return ProcessState(process, plan.programs[process.kind], link, engine, engine, update, produced=there)
+    updates = {role: StreamedUpdate(job.optimizer, trained) for role, trained in engine.trained().items()}
+    return ProcessState(process, plan.programs[process.kind], link, engine, engine, updates, produced=there)
 
 
 def take(values: Mapping[str, object], names: Sequence[str]) -> Values:

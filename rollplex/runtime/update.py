@@ -1,4 +1,4 @@
-"""Phase P3 of one rank: norm and clipping, Adam chunk by chunk through the workspace, the new weights in the snapshot.
+"""Phase P3 of one role on one rank: norm and clipping, Adam chunk by chunk through the workspace, new weights.
 
 gradients  master  moments        where the plan has them: pages, or their slots in the pinned pool
     \\        |       /
@@ -27,7 +27,7 @@ from rollplex.runtime.optimizer import (
 
 
 class StreamedUpdate:
-    """The optimizer of one rank; `steps` counts updates, `metrics` are those of the last one."""
+    """The optimizer of one role on one rank; `steps` counts updates, `metrics` are those of the last one."""
 
     def __init__(self, options: Optimizer, trained: TrainedState) -> None:
         self.options = options
@@ -47,9 +47,9 @@ class StreamedUpdate:
         """The global norm of the gradient, which is `scale` times what lies there; every chunk scales and clips it."""
         counted = [slab for slab in self.slabs if slab.name in self.trained.counted]
         norm = scale * global_norm(self._flat("gradients"), counted, self.trained.sums)
-        clip = clip_scale(norm, self.options.clip_norm)
+        clip, label = clip_scale(norm, self.options.clip_norm), self.trained.label
         self._scale = scale * clip
-        self.metrics = {"grad_norm": norm, "clip_scale": clip}
+        self.metrics = {f"{label}grad_norm": norm, f"{label}clip_scale": clip}
         return norm
 
     def chunk(self, step: UpdateChunk) -> None:

@@ -7,6 +7,7 @@ process' log.
 from __future__ import annotations
 
 import traceback
+from collections import ChainMap
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -107,7 +108,7 @@ def _obey(link: ChildLink, state: ProcessState) -> bool:
             state.memory.save(Path(path))
             link.send(Answer("save", {"path": path}))
         case Ask("digests"):
-            link.send(Answer("digests", state.memory.digests() | (state.update.digests() if state.update else {})))
+            link.send(Answer("digests", _digests(state)))
         case Stop():
             return False
         case _:
@@ -117,4 +118,9 @@ def _obey(link: ChildLink, state: ProcessState) -> bool:
 
 def _report(state: ProcessState) -> EngineReport:
     report = state.memory.finish()
-    return replace(report, metrics=report.metrics | (state.update.metrics if state.update else {}))
+    measured = [update.metrics for update in state.updates.values()]
+    return replace(report, metrics=dict(ChainMap({}, report.metrics, *measured)))
+
+
+def _digests(state: ProcessState) -> dict[str, str]:
+    return dict(ChainMap({}, state.memory.digests(), *(update.digests() for update in state.updates.values())))

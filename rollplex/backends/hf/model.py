@@ -37,15 +37,19 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise JobError(f"cannot read the model config: {err}", where=file) from None
 
 
-def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> HostModel:
+def build_model(config: Mapping[str, Any], dtype: torch.dtype, head: str = "logits") -> HostModel:
     """A Qwen2.5-VL from a config.json dict with every parameter on the meta device in `dtype`; buffers are real.
 
+    With the head `scalar` it ends in `score`, one number a token without a bias, instead of `lm_head`.
     Raises JobError for another architecture, sliding windows or attention dropout (a split call must be exact).
     """
-    parsed = _parse(config)
+    parsed = parsed_config(config)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: HostModel = Qwen2_5_VLForConditionalGeneration(parsed)
+        if head == "scalar":
+            del model.lm_head
+            model.score = nn.Linear(parsed.text_config.hidden_size, 1, bias=False)
     for module in model.modules():
         _to_dtype(module, dtype)
     _tie(model)
@@ -102,7 +106,8 @@ def parse_quietly(config: Mapping[str, Any]) -> Any:
     return parsed
 
 
-def _parse(config: Mapping[str, Any]) -> Any:
+def parsed_config(config: Mapping[str, Any]) -> Any:
+    """A config.json dict of a model that this backend runs, as transformers reads it; JobError for any other."""
     if config.get("model_type") != "qwen2_5_vl":
         raise JobError(
             f"the host backend runs model_type qwen2_5_vl, not {config.get('model_type')!r}",
@@ -121,7 +126,7 @@ def _to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _tie(model: HostModel) -> None:
-    if model.config.tie_word_embeddings:
+    if model.config.tie_word_embeddings and hasattr(model, "lm_head"):
         model.lm_head.weight = model.model.language_model.embed_tokens.weight
 
 

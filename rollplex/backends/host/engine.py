@@ -24,6 +24,6 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
         return RolloutEngine(plan, job, here, groups, process, fds)
 
     def make(role: str, objects: PlannedObjects) -> Replica:
-        return Replica(job, role, objects, trained=role == job.policy)
+        return Replica(job, role, objects, trained=role in job.trained)
 
     return TrainEngine(plan, job, here, groups, process, fds, make)

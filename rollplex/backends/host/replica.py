@@ -12,7 +12,7 @@ from rollplex.backends.collectives import Groups
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.hf.model import HostModel, bind, build_model, freeze
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
-from rollplex.backends.host.suffix import suffix_logprobs
+from rollplex.backends.host.suffix import suffix_logprobs, suffix_scores, suffix_values
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.training.boundary import PrefixResult, prefix_backward
 from rollplex.backends.training.gradients import adder
@@ -46,8 +46,8 @@ class Replica:
         self.objects: dict[Part, str] = weight_objects(job, role, objects.has)
         self.dtype = dtype
         whole: dict[Part, Tensor] = {p: objects.pages(n, dtype) for p, n in self.objects.items()}
-        self.weights: dict[str, Tensor] = views(whole, job)
-        self.model: HostModel = build_model(config_of(job), dtype)
+        self.weights: dict[str, Tensor] = views(whole, job, role)
+        self.model: HostModel = build_model(config_of(job, role), dtype, job.spec_of(role).head)
         bind(self.model, {name: self.weights[name] for name, _ in self.model.named_parameters()})
         frozen = job.roles[role].freeze if trained else PARTS
         freeze(self.model, [prefix for part in frozen for prefix in PREFIXES[part]])
@@ -60,7 +60,7 @@ class Replica:
         return True
 
     def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
-        return boundary_shape(config_of(self.job), prefix_tokens)
+        return boundary_shape(config_of(self.job, self.role), prefix_tokens)
 
     def prefix(self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None) -> PrefixResult:
         return run_prefix(self.model, prompt, slot, attached=attached, saved=saved)
@@ -69,6 +69,12 @@ class Replica:
         self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], temperature: float, recompute: bool
     ) -> Tensor:
         return suffix_logprobs(self.model, kv, prefix.prompt, responses, temperature, recompute=recompute)
+
+    def values(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
+        return suffix_values(self.model, kv, prefix.prompt, responses, recompute=recompute)
+
+    def scores(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
+        return suffix_scores(self.model, kv, prefix.prompt, responses, recompute=recompute)
 
     def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor) -> None:
         prefix_backward(prefix, kv_grads)
@@ -80,14 +86,14 @@ class Replica:
                 parameter.register_post_accumulate_grad_hook(adder(slabs[name]))
 
     def fill(self) -> None:
-        fill(self.weights, self.job)
+        fill(self.weights, self.job, self.role)
 
     def fill_master(self, flat: Tensor) -> None:
-        fill(split(flat, trained_tensors(self.job, self.role)), self.job)
+        fill(split(flat, trained_tensors(self.job, self.role)), self.job, self.role)
 
     def initial(self, part: Part) -> Tensor:
-        flat = torch.empty(sum(t.numel for t in tensors_of(self.job, part)), dtype=self.dtype)
-        fill(views({part: flat}, self.job), self.job)
+        flat = torch.empty(sum(t.numel for t in tensors_of(self.job, self.role, part)), dtype=self.dtype)
+        fill(views({part: flat}, self.job, self.role), self.job, self.role)
         return flat
 
     def exchange(self, groups: Groups) -> None:
@@ -97,4 +103,4 @@ class Replica:
         raise AssertionError("host engines order every tensor alike")
 
     def save(self, path: Path) -> None:
-        save_weights(path, self.weights, config_of(self.job))
+        save_weights(path, self.weights, config_of(self.job, self.role))

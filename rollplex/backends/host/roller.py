@@ -58,8 +58,8 @@ class RolloutEngine:
     def ready(self) -> dict[str, Any]:
         return {"inodes": self._objects.inodes()}
 
-    def trained(self) -> TrainedState | None:
-        return None
+    def trained(self) -> dict[str, TrainedState]:
+        return {}
 
     def begin(self, iteration: int) -> None:
         for die, prompt in zip(self._dice, self._seat.prompts, strict=True):
@@ -103,7 +103,7 @@ class RolloutEngine:
         trainer, own = load_facts(job.trainer(role).engine), load_facts(plan.processes["rollout"].engine)
         shard = shard_of(job.spec, plan.summary.layout, trainer, own, job.rollout_tp, seat.tp)
         buffer = pages.pages(f"{role}.case3", self.dtype) if shard.rebuilt else None
-        tower = split(pages.pages(f"{role}.vision", self.dtype), tensors_of(job, "vision"))
+        tower = split(pages.pages(f"{role}.vision", self.dtype), tensors_of(job, role, "vision"))
         return sharded_model(config_of(job), shard, pages.pages(f"{role}.snapshot", self.dtype), buffer, tower, groups)
 
     def _generate(self, prompts: PromptBatch) -> Rollout:

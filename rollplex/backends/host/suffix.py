@@ -1,8 +1,10 @@
 """The suffix of a model call: the last prompt token and the responses, over a prefix that is already materialised.
 
-prefix   p0 p1 .. p(P-2)                 keys and values in the boundary slot, one copy for the group
-suffix   p(P-1) r0 r1 .. r(T-2)          one row a response, padded on the right: causal attention makes that exact
-scores          r0 r1 r2 .. r(T-1)       logits exist only at these positions, a few rows at a time
+prefix     p0 p1 .. p(P-2)               keys and values in the boundary slot, one copy for the group
+suffix     p(P-1) r0 r1 .. r(T-2)        one row a response, padded on the right: causal attention makes that exact
+log p             r0 r1 r2 .. r(T-1)     logits exist only at these positions, a few rows at a time
+values     v0     v1 v2 ..    v(T-1)     of the state in which the token below it is chosen
+score      p(P-1) r0 r1 .. r(T-1)        a reward model reads the last token too, and speaks there
 """
 
 from __future__ import annotations
@@ -35,17 +37,31 @@ def suffix_logprobs(
     the caller's grad mode: under no_grad this is the detached scoring of a reference. `recompute` keeps only layer
     inputs for the backward. At most `logit_rows` rows of logits exist at a time, in the backward too.
     """
-    inputs, targets, mask = _pad(prompt, responses)
-    set_recompute(model, recompute)
-    try:
-        hidden = _forward(model, kv, prompt, inputs)
-    finally:
-        set_recompute(model, False)
+    targets, mask = _pad(responses)
+    hidden = _forward(model, kv, prompt, targets[:, :-1], recompute)
     found = [
         _head(model, rows, wanted, temperature)
         for rows, wanted in zip(hidden[mask].split(logit_rows), targets[mask].split(logit_rows), strict=True)
     ]
     return torch.zeros(mask.shape, dtype=hidden.dtype).masked_scatter(mask, torch.cat(found))
+
+
+def suffix_values(
+    model: HostModel, kv: Tensor, prompt: Prompt, responses: Sequence[Tensor], *, recompute: bool = False
+) -> Tensor:
+    """Values [n, T_max] of the states in which the response tokens are chosen, 0 beyond each response's end."""
+    targets, mask = _pad(responses)
+    hidden = _forward(model, kv, prompt, targets[:, :-1], recompute)
+    return torch.where(mask, model.score(hidden)[..., 0], 0)
+
+
+def suffix_scores(
+    model: HostModel, kv: Tensor, prompt: Prompt, responses: Sequence[Tensor], *, recompute: bool = False
+) -> Tensor:
+    """Scores [n], each read at the last token of its response."""
+    tokens, mask = _pad(responses)
+    hidden = _forward(model, kv, prompt, tokens, recompute)
+    return model.score(hidden[torch.arange(len(tokens)), mask.sum(1)])[:, 0]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -60,16 +76,24 @@ def suffix_positions(prompt: Prompt, start: int, count: int) -> Tensor:
     return torch.arange(first, first + count).expand(3, 1, count)
 
 
-def _pad(prompt: Prompt, responses: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs [n, T], targets [n, T] and which targets are real [n, T]."""
+def _pad(responses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Response tokens [n, T] and which of them are real [n, T]."""
     assert all(len(r) for r in responses), "every response has at least one token"
     targets = torch.nn.utils.rnn.pad_sequence(list(responses), batch_first=True)
     mask = torch.arange(targets.shape[1]) < torch.tensor([len(r) for r in responses])[:, None]
-    inputs = torch.cat([prompt.input_ids[-1:].expand(len(responses), 1), targets[:, :-1]], dim=1)
-    return inputs, targets, mask
+    return targets, mask
 
 
-def _forward(model: HostModel, kv: Tensor, prompt: Prompt, inputs: Tensor) -> Tensor:
+def _forward(model: HostModel, kv: Tensor, prompt: Prompt, tokens: Tensor, recompute: bool) -> Tensor:
+    """Hidden states [n, 1 + T, hidden] of the last prompt token and the response tokens [n, T] behind it."""
+    set_recompute(model, recompute)
+    try:
+        return _run_layers(model, kv, prompt, torch.cat([prompt.input_ids[-1:].expand(len(tokens), 1), tokens], dim=1))
+    finally:
+        set_recompute(model, False)
+
+
+def _run_layers(model: HostModel, kv: Tensor, prompt: Prompt, inputs: Tensor) -> Tensor:
     language = model.model.language_model
     hidden = language.embed_tokens(inputs)
     rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, inputs.shape[1]))

@@ -72,6 +72,11 @@ class Replica:
     ) -> Tensor:
         return self._rank.logprobs(prefix, kv, responses, temperature, recompute=recompute)
 
+    def values(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
+        raise AssertionError("a plan in which Megatron runs a model with a scalar head is refused")
+
+    scores = values
+
     def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor) -> None:
         self._rank.prefix_backward(prefix, kv_grads)
 

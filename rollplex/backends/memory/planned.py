@@ -19,7 +19,7 @@ from rollplex.backends.memory.objects import ObjectStore, StoredObject
 from rollplex.backends.memory.pinned import PinnedPool, SlotSpec
 from rollplex.ir.plan import Plan, PlannedObject
 
-_TEMPORARY = ("prefix_workspace", "score_workspace", "activations", "runtime", "workspace")
+_TEMPORARY = ("prefix_workspace", "score_workspace", "activations", "runtime", "workspace", "optimizer_workspace")
 IDLE = ""  # the window between two iterations
 
 
@@ -138,8 +138,11 @@ class PlannedObjects:
         """The engine has written initial values of these objects where they are: note which slots hold them."""
         self._store.filled(*(name for name in names if not self.mapped(name)), step="start")
 
-    def keep_on_host(self, name: str, source: torch.Tensor) -> None:
-        """Give a frozen object its values: its slot holds them for ever, its pages too if it starts with some."""
+    def keep(self, name: str, source: torch.Tensor) -> None:
+        """Give weights their first values, in their pages if they start with some and in their slot if they have one.
+
+        A frozen role's slot holds them for ever.
+        """
         places = [self.slot(name, source.dtype)] if self.on_host(name) else []
         places += [self.pages(name, source.dtype)] if self.mapped(name) else []
         for place in places:

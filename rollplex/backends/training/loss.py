@@ -1,7 +1,7 @@
-"""The loss of one step, group by group, from the plan's data: no line of the user's program runs in a worker.
+"""The losses of one step, group by group, from the plan's data: no line of the user's program runs in a worker.
 
 before the first group    what mixes the prompts of the step, but for the divisor
-group m                   the plan's records on the rows and log-probabilities of group m, then backward
+group m                   the plan's records on the rows of group m and what the trained model says of it, then backward
 behind the last group     the divisor: sums of loss and gradient times `scale`
 """
 
@@ -13,61 +13,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollplex.backends.collectives import Groups
 from rollplex.ir.errors import RunError
 from rollplex.ir.grouploss import group_loss, row_values, scale_of, undivided, wide_values
-from rollplex.ir.plan import Plan
+from rollplex.ir.plan import LossPlan, Plan
+
+
+class Scores:
+    """What the models of this rank have said in a step, detached, [1, group, ..] a group; losses are made of it.
+
+    A group is one of the rank's `prompts`, by its number there; what comes from outside has all prompts of the step.
+    `heads` says of each model call what it gives: logprobs, values or score.
+    """
+
+    def __init__(self, plan: Plan, prompts: range, ranks: Groups) -> None:
+        self.own, self._ranks = prompts, ranks
+        self.prompts = next(record.name for record in plan.graph if record.op == "input")
+        self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
+        calls = {record.name: record for record in plan.graph if record.op == "rx.suffix"}
+        self.heads = {name: record.kwargs.get("head", "logprobs") for name, record in calls.items()}
+        self._found: dict[str, dict[int, Tensor]] = {}
+
+    def begin(self) -> None:
+        """A new step."""
+        self._found.clear()
+
+    def score(self, node: str, group: int, found: Tensor) -> None:
+        """Keep what a model says of one group."""
+        self._found.setdefault(node, {})[group] = found
+
+    def scored(self, node: str) -> Tensor:
+        """What was said at a node so far [prompt, group, ..]."""
+        return torch.cat([found for _, found in sorted(self._found[node].items())])
+
+    def row(self, name: str, value: Any, group: int) -> Any:
+        """The rows of one of the rank's groups; its own models speak of no others."""
+        if name in self._found:
+            return self._found[name][group]
+        prompt = self.own[group]
+        return value[prompt : prompt + 1] if isinstance(value, Tensor) else value.of(range(prompt, prompt + 1))
+
+    def widen(self, name: str, value: Any) -> Any:
+        """The rows of all prompts of the step, in their order: what models say is gathered from all ranks."""
+        if name not in self._found:
+            return value
+        return self._ranks.all_gather("dp", value.movedim(0, -1)).movedim(-1, 0)
 
 
 class StepLoss:
-    """Collects detached scores [1, group, response] by group; evaluates and backpropagates the loss of each group.
+    """Evaluates and backpropagates a trained role's loss, group by group."""
 
-    A group is one of the rank's `prompts`, by its number there; what comes from outside has all prompts of the step.
-    """
-
-    def __init__(self, plan: Plan, prompts: range) -> None:
-        self._own = prompts
-        (self._plan,) = plan.losses.values()  # a plan for this backend trains one role
-        self.prompts = next(record.name for record in plan.graph if record.op == "input")
-        self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
-        self._scores: dict[str, dict[int, Tensor]] = {}
+    def __init__(self, plan: LossPlan, scores: Scores) -> None:
+        self._plan, self._scores = plan, scores
         self.begin()
 
     def begin(self) -> None:
         """A new step."""
         self._sum = 0.0
         self._scale = 1.0
-        self._scores.clear()
-        self._wide = None
+        self._wide: dict[str, Any] | None = None
 
     @property
     def total(self) -> float:
         """The loss of the rank's groups so far; the step's divisor is known when `scale` has been asked for."""
         return self._sum * self._scale
 
-    def score(self, node: str, group: int, logprobs: Tensor) -> None:
-        """Keep the scores of one group by a role that is not trained."""
-        self._scores.setdefault(node, {})[group] = logprobs
-
-    def scored(self, node: str) -> Tensor:
-        """The scores of a node so far [prompt, group, response]."""
-        return torch.cat([scores for _, scores in sorted(self._scores[node].items())])
-
     def scale(self, inputs: Mapping[str, Any]) -> float:
         """What makes the sums over groups, of loss and gradient, those of the step: once, behind the last group."""
-        self._scale = scale_of(self._plan, inputs)
+        self._scale = scale_of(self._plan, self._widened(inputs, self._plan.divisor_inputs))
         return self._scale
 
-    def backward(self, node: str, group: int, logprobs: Tensor, inputs: Mapping[str, Any]) -> None:
+    def backward(self, node: str, group: int, found: Tensor, inputs: Mapping[str, Any]) -> None:
         """The undivided loss of one group and its backward; RunError when it is not finite.
 
         A group's rows are computed from its own alone, whatever else is there: the same bits in every schedule.
         """
-        rows = row_values(self._plan, {n: self._cut(n, v, group) for n, v in inputs.items()}, self._step_values(inputs))
-        loss = group_loss(self._plan, rows, {node: logprobs}, 0)
+        wide = self._step_values(inputs)
+        rows = row_values(self._plan, {n: self._scores.row(n, v, group) for n, v in inputs.items()}, wide)
+        loss = group_loss(self._plan, rows, {node: found}, 0)
         value = float(loss.detach())
         if not torch.isfinite(loss.detach()):
             raise RunError(
-                f"the loss of prompt group {self._own[group]} is {value}",
+                f"the loss of prompt group {self._scores.own[group]} is {value}",
                 where=f"%{self._plan.loss}",
                 hint="look for log-probabilities of -inf, a division by zero, or a reward that is not finite",
             )
@@ -78,12 +105,10 @@ class StepLoss:
         """What mixes the prompts of the step, and 1 for the divisor."""
         if self._wide is None:
             names = tuple(name for name in self._plan.wide if name != self._plan.divisor)
-            self._wide = wide_values(self._plan, inputs, names) | undivided(self._plan)
+            wide = self._widened(inputs, self._plan.wide_inputs) if names else {}
+            self._wide = wide_values(self._plan, wide, names) | undivided(self._plan)
         return self._wide
 
-    def _cut(self, name: str, value: Any, group: int) -> Any:
-        """The rows of one of the rank's groups."""
-        if name in self._scores:
-            return self._scores[name][group]
-        prompt = self._own[group]
-        return value[prompt : prompt + 1] if isinstance(value, Tensor) else value.of(range(prompt, prompt + 1))
+    def _widened(self, inputs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        """Values of all prompts of the step; every rank asks for the same at the same time."""
+        return {n: self._scores.widen(n, inputs[n]) for n in names if n in inputs}

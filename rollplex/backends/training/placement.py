@@ -1,4 +1,4 @@
-"""Where every parameter lies in the planned objects, and what it holds before the first iteration.
+"""Where every parameter of a role lies in the planned objects, and what it holds before the first iteration.
 
 ROLE.snapshot / ROLE.weights    language parameters as the rollout engine fuses them: q, k, v together, gate, up
 ROLE.vision                     tower and projector, end to end, in transformers' order
@@ -24,10 +24,12 @@ from rollplex.ir.job import Job
 from rollplex.ir.spec import Part
 from rollplex.ir.tensors import model_tensors
 
+SCORE = "score."
+"""The head of a model that ends in one number."""
 PARTS: tuple[Part, ...] = ("language", "vision")
 PREFIXES: dict[Part, tuple[str, ...]] = {
     "vision": ("model.visual.",),
-    "language": ("model.language_model.", "lm_head."),
+    "language": ("model.language_model.", "lm_head.", SCORE),
 }
 LANGUAGE = "model.language_model."
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -37,31 +39,31 @@ INITIAL_STD = 0.02
 def weight_objects(job: Job, role: str, has: Callable[[str], bool]) -> dict[Part, str]:
     """The planned objects of a role's weights in one process, of those that it `has`.
 
-    The policy's language weights are `ROLE.snapshot`, those of a frozen role `ROLE.weights`; a role without a tower of
-    its own reads the policy's.
+    Language weights of a trained role are `ROLE.snapshot`, those of a frozen one `ROLE.weights`; a role without a tower
+    of its own reads the policy's.
     """
-    language = f"{role}.snapshot" if role == job.policy else f"{role}.weights"
+    language = f"{role}.snapshot" if role in job.trained else f"{role}.weights"
     tower = f"{role}.vision" if has(f"{role}.vision") else f"{job.policy}.vision"
     names: dict[Part, str] = {"language": language, "vision": tower}
     return {part: name for part, name in names.items() if has(name)}
 
 
-def tensors_of(job: Job, part: Part) -> tuple[spec.Tensor, ...]:
-    """The parameters of one part, in their order in memory."""
-    return tuple(t for t in model_tensors(job.spec) if t.part == part)
+def tensors_of(job: Job, role: str, part: Part) -> tuple[spec.Tensor, ...]:
+    """The parameters of one part of a role's model, in their order in memory."""
+    return tuple(t for t in model_tensors(job.spec_of(role)) if t.part == part)
 
 
 def trained_tensors(job: Job, role: str) -> tuple[spec.Tensor, ...]:
     """The parameters that the update changes, in its flat order."""
-    return tuple(t for part in PARTS if part not in job.roles[role].freeze for t in tensors_of(job, part))
+    return tuple(t for part in PARTS if part not in job.roles[role].freeze for t in tensors_of(job, role, part))
 
 
-def views(flat: Mapping[Part, Tensor], job: Job) -> dict[str, Tensor]:
-    """Every parameter as a view of its part's flat memory, by Hugging Face name."""
-    found = split(flat["vision"], tensors_of(job, "vision")) if "vision" in flat else {}
+def views(flat: Mapping[Part, Tensor], job: Job, role: str) -> dict[str, Tensor]:
+    """Every parameter of a role's model as a view of its part's flat memory, by Hugging Face name."""
+    found = split(flat["vision"], tensors_of(job, role, "vision")) if "vision" in flat else {}
     if "language" in flat:
-        tensors = whole_shard(job.spec, load_facts("host")).tensors(flat["language"])
-        found |= {name if name.startswith("lm_head.") else f"{LANGUAGE}{name}": view for name, view in tensors}
+        tensors = whole_shard(job.spec_of(role), load_facts("host")).tensors(flat["language"])
+        found |= {name if name.startswith(("lm_head.", SCORE)) else f"{LANGUAGE}{name}": view for name, view in tensors}
     return found
 
 
@@ -75,13 +77,29 @@ def split(memory: Tensor, tensors: tuple[spec.Tensor, ...]) -> dict[str, Tensor]
 
 
 @torch.no_grad()
-def fill(into: Mapping[str, Tensor], job: Job) -> None:
-    """Initial values: those of the directory `run.weights`, or numbers drawn from `run.seed`."""
-    if job.run.weights is not None:
-        load_weights(job.run.weights, into)
-        return
-    for name, view in into.items():
+def fill(into: Mapping[str, Tensor], job: Job, role: str) -> None:
+    """Initial values of a role: those of its directory, or numbers drawn from `run.seed`.
+
+    A trained role may begin with a directory that has no scalar head: the head is drawn.
+    """
+    directory, drawing = initial_weights(job, role), dict(into)
+    if directory is not None:
+        found = stored_shapes(directory)
+        drawing = {name: view for name, view in into.items() if name not in found and may_draw(job, role, name)}
+        load_weights(directory, {name: view for name, view in into.items() if name not in drawing})
+    for name, view in drawing.items():
         view.copy_(drawn(name, view.shape, job.run.seed))
+
+
+def initial_weights(job: Job, role: str) -> str | None:
+    """The directory that a role's weights begin with: its own, else for the job's model that of the run."""
+    own = job.roles[role]
+    return own.weights or (job.run.weights if own.model is None else None)
+
+
+def may_draw(job: Job, role: str, name: str) -> bool:
+    """Whether a parameter may be missing in a role's directory: the new head of a role that learns."""
+    return name.startswith(SCORE) and role in job.trained
 
 
 def drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
@@ -97,26 +115,37 @@ def drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 def check_weights(job: Job) -> None:
     """Refuse a weights directory that lacks a parameter or has one of another shape; JobError lists them."""
-    if job.run.weights is None:
-        return
-    path = Path(job.run.weights)
+    problems = [p for role in job.roles for p in _mismatches(job, role)]
+    if problems:
+        raise JobError(*dict.fromkeys(problems[:20]))
+
+
+def stored_shapes(directory: str) -> dict[str, tuple[int, ...]]:
+    """Shapes by parameter name in the safetensors files of a directory; JobError where there are none."""
+    path = Path(directory)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if not files:
-        raise JobError("no *.safetensors here", where=path, hint="run.weights names a Hugging Face model directory")
-    shapes = {name: shape for file in files for name, shape in _shapes(file)}
-    problems = list(_mismatches(job, shapes))
-    if problems:
-        raise JobError(*problems[:20])
+        raise JobError("no *.safetensors here", where=path, hint="`weights` names a Hugging Face model directory")
+    return {name: shape for file in files for name, shape in _shapes(file)}
 
 
-def _mismatches(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-    where = str(job.run.weights)
-    for tensor in model_tensors(job.spec):
+def _mismatches(job: Job, role: str) -> Iterator[Problem]:
+    where = initial_weights(job, role)
+    if where is None:
+        return
+    shapes = stored_shapes(where)
+    for tensor in model_tensors(job.spec_of(role)):
         got = shapes.get(tensor.name)
-        if got is None:
-            yield Problem(f"no weight {tensor.name}", where, "take the weights of the model that the job names")
-        elif got != tensor.shape:
-            yield Problem(f"{tensor.name} is {list(got)}, the model needs {list(tensor.shape)}", where)
+        if got is None and not may_draw(job, role, tensor.name):
+            yield Problem(f"no weight {tensor.name}", where, _lacking(role, tensor.name))
+        elif got not in (None, tensor.shape):
+            yield Problem(f"{tensor.name} is {list(got or ())}, the model needs {list(tensor.shape)}", where)
+
+
+def _lacking(role: str, name: str) -> str:
+    if name.startswith(SCORE):
+        return f"name the reward model's directory: roles.{role}.weights"
+    return "take the weights of the model that the job names"
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -130,12 +159,14 @@ def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         raise JobError(f"cannot read the weights: {err}", where=file, hint="copy or make the file again") from None
 
 
-def config_of(job: Job) -> dict[str, Any]:
-    """The model's config.json; JobError when the job names a registry model, which has no files to run."""
-    if job.model.config is None:
+def config_of(job: Job, role: str | None = None) -> dict[str, Any]:
+    """The config.json of a role's model, or of the job's; JobError for a registry model, which has no files to run."""
+    own = job.roles[role].model if role else None
+    model = own or job.model
+    if model.config is None:
         raise JobError(
-            f"the model {job.model.name} is known by its sizes only",
-            where="model.name",
+            f"the model {model.name} is known by its sizes only",
+            where=f"roles.{role}.model.name" if own else "model.name",
             hint="name a Hugging Face directory or a config.json to run it",
         )
-    return job.model.config
+    return model.config

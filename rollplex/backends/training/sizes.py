@@ -4,6 +4,7 @@ per token of a language layer, saved for the backward (bytes are elements x item
     norms        2 x (input wide, normalised, scaled)                   2 wide + 4 hidden
     attention    query, output [heads x head_dim], key, value [kv_heads x head_dim], log-sum-exp [heads]
     mlp          gate, silu(gate), up, product                          4 ffn
+head: one row of logits for a token, or the one number of a value or score head
 per patch of a tower block
     norms as above; query, key, the fused projection that holds the value, output [6 hidden]; mlp 4 ffn; log-sum-exp
 projector        norm, first linear's output, its GELU                  wide + 4 hidden
@@ -42,22 +43,27 @@ def prefix_workspace_bytes(work: Work, attached: bool) -> int:
 
 def score_workspace_bytes(work: Work) -> int:
     """Temporaries of one detached suffix forward over `work.responses` responses."""
-    tokens, s, e = work.suffix_tokens, work.spec, work.itemsize
+    tokens, s, e = _suffix_tokens(work), work.spec, work.itemsize
     shared = 6 * s.heads * s.head_dim + 2 * s.heads  # packed queries, the prefix's part, and the merge of both parts
     layer = tokens * (_layer_stage(work) + shared * e)
-    head = tokens * 3 * s.hidden * e + min(tokens, LOGIT_ROWS) * 3 * s.vocab * e
+    head = tokens * 3 * s.hidden * e + min(tokens, LOGIT_ROWS) * 3 * s.outputs * e
     return max(layer, head)
 
 
 def suffix_train_bytes(work: Work) -> int:
     """Suffix forward and backward of `work.responses` responses: activations, logits, gradients in flight."""
-    tokens, s, e = work.suffix_tokens, work.spec, work.itemsize
+    tokens, s, e = _suffix_tokens(work), work.spec, work.itemsize
     kept = tokens * s.layers * (s.hidden * e if work.recompute else layer_saved_bytes(work))
     again = layer_saved_bytes(work) if work.recompute else 0
     layer = tokens * (again + _layer_backward(work))
-    head = tokens * 5 * s.hidden * e + min(tokens, LOGIT_ROWS) * 4 * s.vocab * e
+    head = tokens * 5 * s.hidden * e + min(tokens, LOGIT_ROWS) * 4 * s.outputs * e
     weights = max(s.vocab, s.ffn, s.heads * s.head_dim) * s.hidden * e
     return kept + max(layer, head) + weights + 2 * _boundary(work)
+
+
+def _suffix_tokens(work: Work) -> int:
+    """Tokens of a suffix forward: one for each response token, and one more where a score reads the last too."""
+    return work.suffix_tokens + (work.responses if work.spec.head == "scalar" else 0)
 
 
 def prefix_backward_bytes(work: Work) -> int:

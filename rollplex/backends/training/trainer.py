@@ -1,7 +1,7 @@
 """The training rank: what prefix, suffix, train and prefix_backward mean, whichever engine runs the model.
 
 prefix           prompt[:-1] through the role's model -> keys and values into its boundary slot
-suffix           last prompt token and responses over the boundary, detached -> log-probabilities
+suffix           last prompt token and responses over the boundary, detached -> log-probabilities, values or scores
 train            the same with autograd, the loss of the group, backward into gradients and boundary leaves
 prefix_backward  the boundary's gradient through language prefix, projector and vision tower
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.memory.planned import IDLE, PlannedObjects
 from rollplex.backends.rolemodel import Prefix, RoleModel
 from rollplex.backends.training.boundary import boundary_leaf
-from rollplex.backends.training.loss import StepLoss
+from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
 from rollplex.backends.training.saved import ALIGN, SavedPolicy
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Exchange, Rebuild, Run
+from rollplex.ir.steps import Exchange, Rebuild, Run, role_of
 
 
 @dataclass
@@ -45,7 +46,7 @@ Make = Callable[[str, PlannedObjects], RoleModel]
 
 
 class TrainEngine:
-    """`Engine` of a training rank: holds the trained role and every frozen one, each made by `make`."""
+    """`Engine` of a training rank: holds every trained role and every frozen one, each made by `make`."""
 
     def __init__(
         self, plan: Plan, job: Job, seat: Seat, groups: Groups, process: str, fds: Sequence[int], make: Make
@@ -59,9 +60,11 @@ class TrainEngine:
         self._objects = PlannedObjects(plan, "train", process, fds)
         roles = [name for name, role in job.roles.items() if role.train or role.score]
         self._replicas = {role: make(role, self._objects) for role in roles}
-        self._loss = StepLoss(plan, seat.prompts)
+        self._scores = Scores(plan, seat.prompts, groups)
+        self._losses = {role: StepLoss(loss, self._scores) for role, loss in plan.losses.items()}
         self._groups: dict[int, Group] = {}
-        self._replicas[self.role].accumulate(self._objects.pages(f"{self.role}.gradients", self.state_dtype))
+        for role in job.trained:
+            self._replicas[role].accumulate(self._objects.pages(f"{role}.gradients", self.state_dtype))
         self._objects.start()
         self._fill()
 
@@ -80,22 +83,31 @@ class TrainEngine:
     def ready(self) -> dict[str, Any]:
         return {"inodes": self._objects.inodes(), "pool_locked": self._objects.pool.locked}
 
-    def trained(self) -> TrainedState:
-        model = self._replicas[self.role]
+    def trained(self) -> dict[str, TrainedState]:
+        return {role: self._trained(role) for role in self.job.trained}
+
+    def _trained(self, role: str) -> TrainedState:
+        model = self._replicas[role]
         weights = {name: model.weights[name] for name, _ in model.trained}
         counted = frozenset(name for name, _ in model.trained if model.counted(name))
-        return TrainedState(self.role, model.trained, self.state_dtype, weights, self._state, counted, self._sums)
+        current = partial(self._state, role)
+        return TrainedState(
+            role, self._label(role), model.trained, self.state_dtype, weights, current, counted, self._sums
+        )
 
     def begin(self, iteration: int) -> None:
         self._groups = {m: Group() for m in range(self.job.prompts_per_rank)}
-        self._loss.begin()
+        self._scores.begin()
+        for loss in self._losses.values():
+            loss.begin()
         self._objects.measuring = iteration == 0
 
     def finish(self) -> EngineReport:
         self._groups.clear()
         self._objects.window(IDLE)
         events, marks = self._objects.take_log()
-        sums = {"loss": self._loss.total} if self._seat.speaks else {}  # tensor-parallel ranks know the same loss
+        sums = {f"{self._label(role)}loss": loss.total for role, loss in self._losses.items()}
+        sums = sums if self._seat.speaks else {}  # tensor-parallel ranks know the same loss
         return EngineReport(sums=sums, events=tuple(events), marks=tuple(marks))
 
     def save(self, path: Path) -> None:
@@ -106,8 +118,8 @@ class TrainEngine:
             raise RunError(f"cannot write the weights: {err}", where=path, hint=hint) from None
 
     def digests(self) -> dict[str, str]:
-        replica = self._replicas[self.role]
-        return {name: digest(self._objects.pages(name, self.dtype)) for name in replica.objects.values()}
+        names = dict.fromkeys(name for role in self.job.trained for name in self._replicas[role].objects.values())
+        return {name: digest(self._objects.current(name, self.dtype)) for name in names}
 
     def close(self) -> None:
         self._groups.clear()
@@ -128,14 +140,14 @@ class TrainEngine:
                 self._prefix_backward(step)
             case _:
                 raise AssertionError(f"{step.task} is no task of a training rank")
-        return {name: self._loss.scored(name) for name in step.outputs}
+        return {name: self._scores.scored(name) for name in step.outputs}
 
     def exchange(self, step: Exchange) -> None:
         """Gradients of all data-parallel ranks are summed: each has its prompts' part of the step's loss.
 
         Slabs of a rollout shard are gathered from the ranks that own them.
         """
-        model = self._replicas[self.role]
+        model = self._replicas[role_of(step.object)]
         if (step.group, step.op) == ("q", "all_gather"):
             return model.exchange(self._ranks)
         assert (step.group, step.op) == ("dp", "all_reduce"), f"nobody plans {step}"
@@ -143,15 +155,15 @@ class TrainEngine:
         self._ranks.all_reduce("dp", self._objects.current(step.object, self.state_dtype)[:trained])
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
-        return self._loss.scale(inputs)
+        return self._losses[step.role].scale(inputs)
 
     def rebuild(self, step: Rebuild) -> None:
         self._replicas[self.role].rebuild(self._objects.pages(step.object, self.dtype))
 
     def _prefix(self, step: Run, inputs: Mapping[str, Any]) -> None:
-        attached = step.role == self.role
+        attached = step.role in self.job.trained
         result = self._replicas[step.role].prefix(
-            inputs[self._loss.prompts][self._prompts[step.microbatch]],
+            inputs[self._scores.prompts][self._prompts[step.microbatch]],
             self._boundary_slot(step.role, step.microbatch),
             attached,
             self._saved_policy(step) if attached else None,
@@ -161,8 +173,8 @@ class TrainEngine:
     def _suffix(self, step: Run, inputs: Mapping[str, Any]) -> None:
         prefix = self._groups[step.microbatch].boundary.pop(step.role)
         with torch.no_grad():
-            scores = [self._logprobs(step.role, prefix, prefix.kv, part) for part in self._parts(step, inputs)]
-        self._loss.score(step.node, step.microbatch, torch.cat(scores, dim=1))
+            found = [self._numbers(step, prefix, prefix.kv, part) for part in self._parts(step, inputs)]
+        self._scores.score(step.node, step.microbatch, torch.cat(found, dim=1))
 
     def _train(self, step: Run, inputs: Mapping[str, Any]) -> None:
         """Where the plan takes the group in parts, the loss sees all of them first, then each runs its backward."""
@@ -170,15 +182,17 @@ class TrainEngine:
         prefix = group.boundary[step.role]
         kv = boundary_leaf(prefix.kv)
         with torch.set_grad_enabled(len(parts) == 1):
-            logprobs = torch.cat([self._logprobs(step.role, prefix, kv, part) for part in parts], dim=1)
+            found = torch.cat([self._numbers(step, prefix, kv, part) for part in parts], dim=1)
         if len(parts) > 1:
-            logprobs.requires_grad_()
-        self._loss.backward(step.node, step.microbatch, logprobs, inputs)
+            found.requires_grad_()
+        self._losses[step.role].backward(step.node, step.microbatch, found, inputs)
         if len(parts) > 1:
-            assert logprobs.grad is not None, "the loss depends on the log-probabilities"
-            for part, grad in zip(parts, logprobs.grad.split([len(p) for p in parts], dim=1), strict=True):
-                self._logprobs(step.role, prefix, kv, part).backward(grad)
+            assert found.grad is not None, "the loss depends on what the model says"
+            for part, grad in zip(parts, found.grad.split([len(p) for p in parts], dim=1), strict=True):
+                self._numbers(step, prefix, kv, part).backward(grad)
         group.kv_grad = kv.grad
+        if step.outputs:
+            self._scores.score(step.node, step.microbatch, found.detach())
 
     def _prefix_backward(self, step: Run) -> None:
         group = self._groups[step.microbatch]
@@ -190,14 +204,23 @@ class TrainEngine:
 
     def _parts(self, step: Run, inputs: Mapping[str, Any]) -> list[list[Tensor]]:
         """The responses of a group, as many at a time as the plan has room for."""
-        responses = inputs[self._loss.rollout].responses(self._prompts[step.microbatch])
+        responses = inputs[self._scores.rollout].responses(self._prompts[step.microbatch])
         size = self.plan.summary.chunks.microbatch.suffix_responses
         return [responses[i : i + size] for i in range(0, len(responses), size)]
 
-    def _logprobs(self, role: str, prefix: Prefix, kv: Tensor, responses: Sequence[Tensor]) -> Tensor:
-        """[1, responses, response_tokens] under the prefix's model, in the dtype of losses."""
-        recompute = prefix.attached and self.job.roles[self.role].recompute == "full"
-        found = self._replicas[role].logprobs(prefix, kv, responses, self.job.run.temperature, recompute)
+    def _numbers(self, step: Run, prefix: Prefix, kv: Tensor, responses: Sequence[Tensor]) -> Tensor:
+        """What the model says of some responses, in the dtype of losses.
+
+        Log-probabilities or values [1, responses, response_tokens], scores [1, responses].
+        """
+        recompute = prefix.attached and self.job.roles[step.role].recompute == "full"
+        model, head = self._replicas[step.role], self._scores.heads[step.node]
+        if head == "score":
+            return model.scores(prefix, kv, responses, recompute)[None].to(self.state_dtype)
+        if head == "values":
+            found = model.values(prefix, kv, responses, recompute)
+        else:
+            found = model.logprobs(prefix, kv, responses, self.job.run.temperature, recompute)
         room = self.job.workload.response_tokens - found.shape[1]
         return torch.nn.functional.pad(found, (0, room))[None].to(self.state_dtype)
 
@@ -221,21 +244,25 @@ class TrainEngine:
         size = memory.numel() // self.plan.object(name).slots // ALIGN * ALIGN
         return memory[step.microbatch * size : (step.microbatch + 1) * size]
 
-    def _state(self, name: str) -> Tensor:
-        """Gradients, master or moments where they are now."""
-        return self._objects.current(f"{self.role}.{name}", self.state_dtype)
+    def _label(self, role: str) -> str:
+        """What stands before the names of a role's metrics."""
+        return "" if role == self.role else f"{role}_"
+
+    def _state(self, role: str, name: str) -> Tensor:
+        """A role's gradients, master or moments where they are now."""
+        return self._objects.current(f"{role}.{name}", self.state_dtype)
 
     def _fill(self) -> None:
-        """Initial values: the snapshot, its master copy, zero moments, and every frozen role's copy on the host."""
-        policy = self._replicas[self.role]
-        policy.fill()
-        policy.fill_master(self._state("master"))
-        self._state("moments").zero_()
-        self._objects.filled(f"{self.role}.master", f"{self.role}.moments")
+        """Initial values: master copies, zero moments, and the weights of every role where the plan has them."""
+        self._replicas[self.role].fill()
+        for role in self.job.trained:
+            self._replicas[role].fill_master(self._state(role, "master"))
+            self._state(role, "moments").zero_()
+            self._objects.filled(f"{role}.master", f"{role}.moments")
         for role, replica in self._replicas.items():
             for part, name in replica.objects.items():
-                if role != self.role and name.startswith(f"{role}."):
-                    self._objects.keep_on_host(name, replica.initial(part))
+                if role != self.role and role_of(name) == role:
+                    self._objects.keep(name, replica.initial(part))
 
     def _sums(self, own: float) -> list[float]:
         """What every rank of the tensor-parallel group has counted."""

@@ -58,7 +58,7 @@ def save_weights(directory: str | Path, views: Mapping[str, Tensor], config: Map
 
 def memory_name(key: str) -> str:
     """`visual.x` and `model.layers.x` as named_parameters() calls them; newer names stay."""
-    if key.startswith(("model.visual.", "model.language_model.", "lm_head.")):
+    if key.startswith(("model.visual.", "model.language_model.", "lm_head.", "score.")):
         return key
     if key.startswith("visual."):
         return f"model.{key}"

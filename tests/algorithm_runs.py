@@ -1,0 +1,108 @@
+"""Tiny jobs of every algorithm of examples/ on the host engine, run in threads, with what a test compares."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from runtime_threads import ROLLOUT, TRAIN, InThreads
+from runtime_tiny import CONFIG, luck, tiny_job
+from textbook import LOSSES, Textbook, Whole
+from torch import Tensor
+
+from rollplex.backends.data.rollout import Rollout
+from rollplex.backends.training.placement import config_of, views
+from rollplex.ir.job import Job
+from rollplex.ir.loading import load_algorithm
+from rollplex.ir.plan import Plan
+from rollplex.ir.spec import Part
+from rollplex.passes.pipeline import compile_plan
+from rollplex.runtime.report import MemoryLog
+
+HOST: dict[str, Any] = {"train": {"engine": "host"}}
+ROLLOUT_OF = {"rollout": {"engine": "host", "kv_cache_gib": "512 KiB", "runtime_gib": "256 KiB"}}
+ACTOR: dict[str, Any] = {"actor": {**HOST, **ROLLOUT_OF}}
+REFERENCE: dict[str, Any] = {"reference": {"score": {"engine": "host"}}}
+SMALLER: dict[str, Any] = {**CONFIG, "num_hidden_layers": 1, "intermediate_size": 40}
+"""A model of a role's own: what it reads is what the policy reads."""
+JUDGE: dict[str, Any] = {"judge": {"score": {"engine": "host"}, "model": {"name": "smaller", "config": SMALLER}}}
+ROLES: dict[str, dict[str, Any]] = {
+    "grpo": {**ACTOR, **REFERENCE},
+    "gspo": ACTOR,
+    "rloo": {**ACTOR, **REFERENCE},
+    "reinforce_pp": {**ACTOR, **REFERENCE},
+    "dapo": ACTOR,
+    "grpo_reward_model": {**ACTOR, **REFERENCE, **JUDGE},
+    "ppo": {**ACTOR, **REFERENCE, "critic": HOST},
+}
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1, "clip_norm": 0.5}
+ENDS = tuple(range(0, 264, 7))
+"""Tokens that end a response here: one in seven, so that lengths differ."""
+
+
+def job_of(name: str, **changes: Any) -> Job:
+    """The job of an example: float64, two groups of three responses of up to ten tokens."""
+    base: dict[str, Any] = {
+        "model": {"dtype": "float64"},
+        "cluster": {"capacity_gib": "64 MiB"},
+        "workload": {"group": 3, "response_tokens": 10},
+        "optimizer": OPTIMIZER,
+        "algorithm": {"longest": 10, "cache": 4} if name == "dapo" else {},  # quarters are exact in any dtype
+    }
+    for key, value in changes.items():
+        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+    roles = base.pop("roles", ROLES[name])
+    return Job.model_validate({**tiny_job(**base).model_dump(), "roles": roles})
+
+
+@cache
+def _compiled(name: str, text: str) -> Plan:
+    return compile_plan(load_algorithm(f"examples/{name}.py"), Job.model_validate_json(text))
+
+
+def plan_of(name: str, **changes: Any) -> Plan:
+    return _compiled(name, job_of(name, **changes).model_dump_json())
+
+
+class Watched:
+    """A run in threads: after `step`, `prompts` and `rollout` are those of the step and the memory log has it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.run = InThreads(plan, {"reward": luck})
+        self.run.feed._eos = ENDS
+        self.memory = MemoryLog()
+        self.prompts: Any = None
+        self.rollout: Rollout | None = None
+
+    def step(self, iteration: int) -> None:
+        self.run.step(iteration)
+        values = self.run.states[TRAIN].values
+        self.prompts, self.rollout = values["prompts"], values["rollout"]
+        self.memory.add({TRAIN: self.run.train.finish(), ROLLOUT: self.run.rollout.finish()})
+
+    def textbook(self, name: str) -> Textbook:
+        """A trainer that begins with the weights that this run has now."""
+        roles = {role: Whole(config_of(self.run.job, role), self.weights(role)) for role in self.run.job.roles}
+        return Textbook(self.run.job, roles, LOSSES[name.removesuffix("_reward_model")])
+
+    def weights(self, role: str) -> dict[str, Tensor]:
+        """All weights of a role, from wherever the plan has them now."""
+        store, dtype = self.run.train.objects, self.run.train.dtype
+        parts: dict[Part, Tensor] = {
+            p: store.current(o, dtype) for p, o in self.run.train._replicas[role].objects.items()
+        }
+        return {n: w.clone() for n, w in views(parts, self.run.job, role).items()}
+
+    def loss(self, role: str) -> float:
+        return self.run.train._losses[role].total
+
+    def norm(self, role: str) -> float:
+        update = self.run.states[TRAIN].updates[role]
+        return update.metrics[f"{update.trained.label}grad_norm"]
+
+    def digests(self) -> dict[str, str]:
+        """Of all training state and of what was sampled."""
+        found = self.run.train.digests() | self.run.rollout.digests()
+        for update in self.run.states[TRAIN].updates.values():
+            found |= update.digests()
+        return found

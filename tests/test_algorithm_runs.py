@@ -1,0 +1,47 @@
+"""Every algorithm of examples/ trains on the host engine: three steps are those of a textbook trainer (textbook.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from algorithm_runs import ROLES, Watched, plan_of
+from runtime_tiny import luck
+
+torch.set_num_threads(1)
+STEPS = 3
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_three_steps_are_those_of_the_textbook(name: str) -> None:
+    watched = Watched(plan_of(name))
+    book = watched.textbook(name)
+    lengths = set[int]()
+    for k in range(STEPS):
+        watched.step(k)
+        assert watched.rollout is not None
+        seen = book.step(watched.prompts, watched.rollout, luck)
+        lengths |= set(watched.rollout.lengths.flatten().tolist())
+        for (p, r), old in seen.old.items():
+            assert torch.allclose(watched.rollout.logprobs[p, r, : len(old)], old, rtol=0, atol=1e-10)
+        for role in watched.run.job.trained:
+            assert watched.loss(role) == pytest.approx(book.losses[role], abs=1e-10)
+            assert watched.norm(role) == pytest.approx(book.norms[role], abs=1e-10)
+            assert book.norms[role] > 1e-3
+            now = watched.weights(role)
+            assert max((now[n] - p).abs().max().item() for n, p in book.models[role].parameters.items()) < 1e-10
+    assert len(lengths) > 2
+    assert all(row.as_planned for row in watched.memory.objects(watched.run.plan))
+    watched.run.close()
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_serial_and_rollplex_take_the_same_steps_to_the_bit(name: str) -> None:
+    found = []
+    for schedule in ("serial", "rollplex"):
+        watched = Watched(plan_of(name, schedule=schedule, model={"dtype": "float32"}))
+        for k in range(STEPS):
+            watched.step(k)
+        found.append(watched.digests())
+        watched.run.close()
+    assert found[0] == found[1]
+    assert {f"{role}.master" for role in watched.run.job.trained} < found[0].keys()
