@@ -67,9 +67,9 @@ def plan_of(name: str, **changes: Any) -> Plan:
 class Watched:
     """A run in threads: after `step`, `prompts` and `rollout` are those of the step and the memory log has it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, ends: tuple[int, ...] | None = ENDS) -> None:
         self.run = InThreads(plan, {"reward": luck})
-        self.run.feed._eos = ENDS
+        self.run.feed._eos = self.run.feed._eos if ends is None else ends
         self.memory = MemoryLog()
         self.prompts: Any = None
         self.rollout: Rollout | None = None
@@ -87,10 +87,9 @@ class Watched:
 
     def weights(self, role: str) -> dict[str, Tensor]:
         """All weights of a role, from wherever the plan has them now."""
-        store, dtype = self.run.train.objects, self.run.train.dtype
-        parts: dict[Part, Tensor] = {
-            p: store.current(o, dtype) for p, o in self.run.train._replicas[role].objects.items()
-        }
+        train = self.run.train
+        objects = train._replicas[role].objects
+        parts: dict[Part, Tensor] = {p: train.objects.current(o, train.dtype) for p, o in objects.items()}
         return {n: w.clone() for n, w in views(parts, self.run.job, role).items()}
 
     def loss(self, role: str) -> float:
