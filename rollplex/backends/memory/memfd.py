@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
-from rollplex.ir.errors import OutOfMemory, PlanError
+from rollplex.backends.memory.fds import close_all
+from rollplex.backends.memory.paged import PagedArena, round_up
+from rollplex.ir.errors import OutOfMemory
 
 CHUNK_BYTES = 64 << 20
 _MAP_FIXED = 0x10  # the mmap module of Python 3.11 lacks these
@@ -36,11 +38,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-def round_up(nbytes: int, unit: int) -> int:
-    """`nbytes` rounded up to a whole number of `unit`."""
-    return -(-nbytes // unit) * unit
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
@@ -73,80 +70,20 @@ def _buffer_over(reserved: _Reservation) -> ctypes.Array[ctypes.c_char]:
     return buffer
 
 
-class HostArena:
+class HostArena(PagedArena):
     """`Arena` on a host: pages are memfds of at most `chunk_bytes`."""
 
     def __init__(self, name: str, nbytes: int, chunk_bytes: int) -> None:
-        self._name = name
+        super().__init__(name, nbytes)
         self._range = _Reservation(nbytes)
         self._chunk_bytes = chunk_bytes
         self._fds: list[int] = []
-        self._mapped = False
         self._buffer = _buffer_over(self._range)
-        self._close_fds = weakref.finalize(self, _close_all, self._fds)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def nbytes(self) -> int:
-        return self._range.nbytes
+        self._close_fds = weakref.finalize(self, close_all, self._fds)
 
     @property
     def address(self) -> int:
         return self._range.address
-
-    @property
-    def mapped(self) -> bool:
-        return self._mapped
-
-    @property
-    def adopted(self) -> bool:
-        return self._mapped and not self._fds
-
-    def map(self, writable: bool = True) -> None:
-        self._refuse_if(self._mapped, "map of an arena that is mapped already", "unmap it first, or drop this map")
-        for offset in range(0, self.nbytes, self._chunk_bytes):
-            self._fds.append(self._new_pages(min(self._chunk_bytes, self.nbytes - offset)))
-        try:
-            self._lay(self._fds, writable)
-        except OSError as error:
-            self._range.cover()
-            _close_all(self._fds)
-            raise self._no_pages(self.nbytes, error) from error
-
-    def unmap(self) -> None:
-        self._refuse_if(not self._mapped, "unmap of an arena that is not mapped", "map it first, or drop this unmap")
-        self._range.cover()
-        _close_all(self._fds)
-        self._mapped = False
-
-    def export(self) -> list[int]:
-        self._refuse_if(not self._mapped, "export of an arena without pages", "map it first")
-        self._refuse_if(self.adopted, "export of pages that another process owns", "export them from their owner")
-        return [os.dup(fd) for fd in self._fds]
-
-    def adopt(self, fds: Sequence[int], writable: bool = False) -> None:
-        owned = list(fds)
-        try:
-            self._refuse_if(self._mapped, "adopt into an arena that is mapped already", "unmap it first")
-            got = sum(os.fstat(fd).st_size for fd in owned)
-            what = f"adopt of {got} bytes into a range of {self.nbytes} bytes"
-            self._refuse_if(got != self.nbytes, what, "reserve the same bytes on both sides")
-            self._lay(owned, writable)
-        finally:
-            _close_all(owned)
-
-    def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        numel = prod(shape)
-        stop = offset_bytes + numel * dtype.itemsize
-        assert 0 <= offset_bytes <= stop <= self.nbytes, f"{self.name}: view of [{offset_bytes}, {stop}) bytes"
-        assert offset_bytes % dtype.itemsize == 0, f"{self.name}: offset {offset_bytes} is not aligned to {dtype}"
-        if numel == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
-        flat = torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=offset_bytes)
-        return flat.view(tuple(shape))
 
     def inodes(self) -> list[int]:
         """Inodes of the pages behind the range, in order: equal in two processes that share them."""
@@ -155,10 +92,39 @@ class HostArena:
         starts = [(int(row[0].split("-")[0], 16), int(row[4])) for row in rows]
         return [inode for start, inode in starts if self.address <= start < self.address + self.nbytes and inode]
 
-    def close(self) -> None:
-        # The range itself goes with the last view over it, so that a stale view faults instead of reading strangers.
-        if self._mapped:
-            self.unmap()
+    def _make(self, writable: bool) -> None:
+        for offset in range(0, self.nbytes, self._chunk_bytes):
+            self._fds.append(self._new_pages(min(self._chunk_bytes, self.nbytes - offset)))
+        try:
+            self._take(self._fds, writable)
+        except OSError as error:
+            self._range.cover()
+            close_all(self._fds)
+            raise self._no_pages(self.nbytes, error) from error
+
+    def _release(self) -> None:
+        self._range.cover()
+        close_all(self._fds)
+
+    def _hand_out(self) -> list[int]:
+        return [os.dup(fd) for fd in self._fds]
+
+    def _size_of(self, fds: Sequence[int]) -> int:
+        return sum(os.fstat(fd).st_size for fd in fds)
+
+    def _take(self, fds: Sequence[int], writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        at = self.address
+        for fd in fds:
+            nbytes = os.fstat(fd).st_size
+            _mmap(at, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            at += nbytes
+
+    def _tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        numel = prod(shape)
+        if numel == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=offset_bytes).view(shape)
 
     def _new_pages(self, nbytes: int) -> int:
         """A memfd whose pages exist now, not at first touch: a full machine is an error here, not a SIGBUS later."""
@@ -168,26 +134,13 @@ class HostArena:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(fd)
-            _close_all(self._fds)
+            close_all(self._fds)
             raise self._no_pages(nbytes, error) from error
         return fd
-
-    def _lay(self, fds: Sequence[int], writable: bool) -> None:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        at = self.address
-        for fd in fds:
-            nbytes = os.fstat(fd).st_size
-            _mmap(at, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
-            at += nbytes
-        self._mapped = True
 
     def _no_pages(self, nbytes: int, error: OSError) -> OutOfMemory:
         what = f"the host gave no {nbytes} bytes of {self.nbytes} for {self.name} ({error.strerror})"
         return OutOfMemory(what, where="host memory", hint="free memory on this machine, or shrink the workload")
-
-    def _refuse_if(self, wrong: bool, what: str, hint: str) -> None:
-        if wrong:
-            raise PlanError(what, where=self.name, hint=hint)
 
 
 class HostMemory:
@@ -219,8 +172,3 @@ def lock_pages(address: int, nbytes: int) -> str:
     if _libc.mlock(address, nbytes) == 0:
         return ""
     return f"mlock of {nbytes} bytes: {os.strerror(ctypes.get_errno())}"
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())

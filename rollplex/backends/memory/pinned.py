@@ -15,7 +15,8 @@ from math import prod
 import torch
 
 from rollplex.backends.memory.ledger import Ledger
-from rollplex.backends.memory.memfd import HostMemory, lock_pages, round_up
+from rollplex.backends.memory.memfd import HostMemory, lock_pages
+from rollplex.backends.memory.paged import round_up
 from rollplex.backends.memory.table import amount
 from rollplex.ir.errors import OutOfMemory, PlanError
 

@@ -1,0 +1,122 @@
+"""What every arena refuses, whatever its pages are made of; `HostArena` and `CudaArena` say how pages come and go.
+
+state       map       unmap     export    adopt
+unmapped    owned     refused   refused   adopted
+owned       refused   unmapped  fds       refused
+adopted     refused   unmapped  refused   refused
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from rollplex.backends.memory.fds import close_all
+from rollplex.ir.errors import PlanError
+
+
+class PagedArena(ABC):
+    """`Arena` without pages of its own kind."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self._name = name
+        self._nbytes = nbytes
+        self._mapped = False
+        self._adopted = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    @abstractmethod
+    def address(self) -> int: ...
+
+    @property
+    def mapped(self) -> bool:
+        return self._mapped
+
+    @property
+    def adopted(self) -> bool:
+        return self._adopted
+
+    def map(self, writable: bool = True) -> None:
+        self._refuse_if(self._mapped, "map of an arena that is mapped already", "unmap it first, or drop this map")
+        self._make(writable)
+        self._mapped = True
+
+    def unmap(self) -> None:
+        self._refuse_if(not self._mapped, "unmap of an arena that is not mapped", "map it first, or drop this unmap")
+        self._release()
+        self._mapped = self._adopted = False
+
+    def export(self) -> list[int]:
+        self._refuse_if(not self._mapped, "export of an arena without pages", "map it first")
+        self._refuse_if(self._adopted, "export of pages that another process owns", "export them from their owner")
+        return self._hand_out()
+
+    def adopt(self, fds: Sequence[int], writable: bool = False) -> None:
+        owned = list(fds)
+        try:
+            self._refuse_if(self._mapped, "adopt into an arena that is mapped already", "unmap it first")
+            got = self._size_of(owned)
+            what = f"adopt of {got} bytes into a range of {self._nbytes} bytes"
+            self._refuse_if(got != self._nbytes, what, "reserve the same bytes on both sides")
+            self._take(owned, writable)
+            self._mapped = self._adopted = True
+        finally:
+            close_all(owned)
+
+    def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        numel = prod(shape)
+        stop = offset_bytes + numel * dtype.itemsize
+        assert 0 <= offset_bytes <= stop <= self._nbytes, f"{self._name}: view of [{offset_bytes}, {stop}) bytes"
+        assert offset_bytes % dtype.itemsize == 0, f"{self._name}: offset {offset_bytes} is not aligned to {dtype}"
+        return self._tensor(offset_bytes, tuple(shape), dtype)
+
+    def close(self) -> None:
+        # The range itself stays for the views over it, so that a stale one faults instead of reading strangers.
+        if self._mapped:
+            self.unmap()
+
+    # ---- what pages are made of
+
+    @abstractmethod
+    def _make(self, writable: bool) -> None:
+        """Fresh zero pages behind the range; OutOfMemory, and nothing changed, if there are none."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let the pages go."""
+
+    @abstractmethod
+    def _hand_out(self) -> list[int]:
+        """New descriptors of the pages, in order."""
+
+    @abstractmethod
+    def _size_of(self, fds: Sequence[int]) -> int:
+        """Bytes of the pages behind descriptors of another process."""
+
+    @abstractmethod
+    def _take(self, fds: Sequence[int], writable: bool) -> None:
+        """Lay their pages behind the range; the caller closes the descriptors."""
+
+    @abstractmethod
+    def _tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over a part of the range that has been checked."""
+
+    def _refuse_if(self, wrong: bool, what: str, hint: str) -> None:
+        if wrong:
+            raise PlanError(what, where=self._name, hint=hint)
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """`nbytes` rounded up to a whole number of `unit`."""
+    return -(-nbytes // unit) * unit
