@@ -104,7 +104,7 @@ class CudaArena(PagedArena):
         if 0 in shape:
             return flat.new_empty(shape)
         # The one way to a tensor over addresses that need not be mapped yet: others ask the driver what is there.
-        storage = torch._C._construct_storage_from_data_pointer(self._address, device, self.nbytes)
+        storage: Any = torch._C._construct_storage_from_data_pointer(self._address, device, self.nbytes)
         return flat.set_(storage, offset_bytes // dtype.itemsize, shape)
 
 
