@@ -13,6 +13,7 @@ nothing, and a stale view must fault instead of reading what came after it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -104,8 +105,9 @@ class CudaArena(PagedArena):
         if 0 in shape:
             return flat.new_empty(shape)
         # The one way to a tensor over addresses that need not be mapped yet: others ask the driver what is there.
-        storage: Any = torch._C._construct_storage_from_data_pointer(self._address, device, self.nbytes)
-        return flat.set_(storage, offset_bytes // dtype.itemsize, shape)
+        storage = torch._C._construct_storage_from_data_pointer(self._address, device, self.nbytes)
+        flat.set_(storage, offset_bytes // dtype.itemsize, torch.Size((prod(shape),)), (1,))
+        return flat.view(shape)
 
 
 class CudaMemory:
