@@ -1,15 +1,30 @@
-"""What all tests share: one nursery of engine processes, which imports torch once."""
+"""What all tests share: a nursery of engine processes, which imports torch once, and what no run may get wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from rollplex.runtime import run
 from rollplex.runtime.nursery import kept
+from rollplex.runtime.report import Report, write_report
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_nursery() -> Iterator[None]:
     with kept():
         yield
+
+
+@pytest.fixture(autouse=True)
+def bytes_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose arenas held other bytes than planned fails its test when it writes its report, however it ended."""
+
+    def checked(report: Report, path: Path) -> None:
+        write_report(report, path)
+        assert [row for row in report.objects if not row.as_planned] == []
+        assert [w for w in report.memory if w.planned != w.measured] == []
+
+    monkeypatch.setattr(run, "write_report", checked)

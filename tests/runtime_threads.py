@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from rollplex.backends.engine import Values
@@ -23,6 +25,7 @@ from rollplex.runtime.barriers import Barriers, barrier_order
 from rollplex.runtime.executor import run_iteration
 from rollplex.runtime.preflight import make_feed
 from rollplex.runtime.protocol import CONTROLLER, ProcessId
+from rollplex.runtime.report import MemoryLog
 from rollplex.runtime.state import ProcessState, engine_state
 
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
@@ -78,6 +81,12 @@ class ThreadLink:
         self.meeting.until(lambda: name in self.meeting.passed)
 
 
+def assert_as_planned(plan: Plan, log: MemoryLog) -> None:
+    """Every object in every window is what the plan says, to the byte; workspaces stay within it."""
+    assert [row for row in log.objects(plan) if not row.as_planned] == []
+    assert [w for w in log.windows(plan) if w.planned != w.measured] == []
+
+
 class InThreads:
     """A run of a plan without processes: `run.step(k)`; `run.train` and `run.rollout` are there to look into."""
 
@@ -89,14 +98,17 @@ class InThreads:
         self.feed = make_feed(plan, self.job, hosts)
         self.device = Ledger.create("device 0", plan.summary.capacity_bytes, process="controller")
         self.host = Ledger.create("host", plan.summary.host_capacity_bytes, process="controller")
-        train, rollout = (build(plan, self.job, kind, 0, self._fds(), Path()) for kind in ("train", "rollout"))
+        meeting = Path(mkdtemp(prefix="rollplex-test-"))
+        train, rollout = (build(plan, self.job, kind, 0, self._fds(), meeting) for kind in ("train", "rollout"))
         assert isinstance(train, TrainEngine)
         assert isinstance(rollout, RolloutEngine)
         for name, fds in train.export().items():
             rollout.adopt(name, fds)
         self.train, self.rollout = train, rollout
         processes = (CONTROLLER, TRAIN, ROLLOUT)
+        self.log = MemoryLog()
         self.meeting = Meeting(Barriers(processes, barrier_order(plan.programs["controller"])))
+        self._together(train.ready, rollout.ready)
         self.links = {p: ThreadLink(p, plan.programs[p.kind], self.meeting, on_step) for p in processes}
         self.states = {
             CONTROLLER: ProcessState(CONTROLLER, plan.programs["controller"], self.links[CONTROLLER], self.feed),
@@ -105,11 +117,21 @@ class InThreads:
         }
 
     def step(self, iteration: int) -> None:
-        """One iteration of every program; raises what a thread raised."""
+        """One iteration of every program, its bytes compared with the plan; raises what a thread raised."""
         self.meeting.barriers.begin()
         self.meeting.values.clear()
         self.meeting.passed.clear()
-        threads = [threading.Thread(target=self._run, args=(state, iteration)) for state in self.states.values()]
+        self._together(*(partial(run_iteration, state, iteration) for state in self.states.values()))
+        self.log.add({process: state.memory.finish() for process, state in self.states.items() if state.engine})
+        assert_as_planned(self.plan, self.log)
+
+    def close(self) -> None:
+        self.rollout.close()
+        self.train.close()
+
+    def _together(self, *works: Callable[[], Any]) -> None:
+        """All at the same time, each in a thread of its own; raises what the first to fail raised."""
+        threads = [threading.Thread(target=self._run, args=(work,)) for work in works]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -117,13 +139,9 @@ class InThreads:
         if self.meeting.failed:
             raise self.meeting.failed[0]
 
-    def close(self) -> None:
-        self.rollout.close()
-        self.train.close()
-
-    def _run(self, state: ProcessState, iteration: int) -> None:
+    def _run(self, work: Callable[[], Any]) -> None:
         try:
-            run_iteration(state, iteration)
+            work()
         except BaseException as err:
             with self.meeting.changed:
                 self.meeting.failed.append(err)

@@ -4,6 +4,8 @@ tp   ranks of one copy of the model, or of one rollout engine          parts of 
 dp   the same part in every copy                                       gradients are reduced
 q    training ranks whose slabs make up one rollout shard              slabs are gathered, in place
 
+pair the training and the rollout process of one GPU                   new weights go into the rollout engine's own copy
+
 A process whose kind has one rank joins nothing. Every wait ends when the last rank of the group has come, and gives up
 after the job's run.silent_s; a rank that dies ends it for the others at once.
 """
@@ -98,6 +100,34 @@ class Groups:
         """Leave all groups."""
         if self._groups or dist.is_initialized():
             dist.destroy_process_group()
+
+
+@dataclass
+class Pair:
+    """One side of a pair: `sends` says whether it is the training process. Both sides `join` once, before any copy."""
+
+    meeting: Path
+    gpu: int
+    sends: bool
+    _group: dist.ProcessGroupGloo | None = None
+
+    def join(self, limit_s: float) -> None:
+        """Meet the other side in the directory `meeting`; this and each copy give up after `limit_s`."""
+        place = dist.FileStore(str(self.meeting / f"pair-{self.gpu}"), 2)
+        with _waiting(self._name):
+            self._group = dist.ProcessGroupGloo(place, 0 if self.sends else 1, 2, timedelta(seconds=limit_s))
+
+    def copy(self, values: torch.Tensor) -> None:
+        """The sender's values into the receiver's, contiguous and as many; returns when they are there."""
+        assert self._group is not None, "a pair joins before it copies"
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        with _waiting(self._name):
+            self._group.broadcast([values], options).wait()
+
+    @property
+    def _name(self) -> str:
+        return f"the training and the rollout process of GPU {self.gpu}"
 
 
 @contextmanager

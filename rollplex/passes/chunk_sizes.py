@@ -278,8 +278,8 @@ def with_update(job: Job, chunks: Chunks, role: str, optimizer: OptimizerChunks,
 def largest(module: Module) -> SizeChoice:
     """The most responses a step beside a resident optimizer: (7) alone decides; the smallest where none fits."""
     choices = module[Lifetimes].choices
-    if not module.job.whole_sequences(module.job.policy):
-        return choices[0]  # of the naive schedule, which runs one at a time
+    if module[Schedule].kind == "naive":
+        return choices[0]  # activations of one at a time are resident (paper, Table 1)
     data = gather(module)
     fit = (c for c in choices if all(data.suffix_bytes(c, w) <= room for w, room in data.room.items()))
     return max(fit, key=lambda c: c.responses, default=choices[0])
@@ -296,7 +296,7 @@ def whole_update(job: Job, chosen: SizeChoice, others: tuple[str, ...]) -> Chunk
     summary = ChunkSummary(optimizer=whole(job.policy), microbatch=_microbatch(chosen))
     n = float(job.group // chosen.responses)
     told = SolverResult(name="chunk-sizes", status="optimal", objective="suffix steps a group", value=n, bound=n)
-    chunks = Chunks(summary, dict(chosen.nbytes), (told,) if job.whole_sequences(job.policy) else ())
+    chunks = Chunks(summary, dict(chosen.nbytes), () if job.schedule == "naive" else (told,))
     for role in others:
         chunks = with_update(job, chunks, role, whole(role))
     return chunks

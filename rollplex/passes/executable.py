@@ -1,6 +1,6 @@
 """What no backend can execute of a plan: such a plan says so on its first line, and `run` refuses it.
 
-no backend executes it yet: engine megatron; engine vllm; schedule naive
+no backend executes it yet: engine megatron; engine vllm; schedule disaggregated
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from rollplex.ir.engines import runs
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
 from rollplex.passes.schedule import Schedule
+from rollplex.passes.work import one_copy
 
 
 def not_executable(module: Module) -> tuple[str, ...]:
@@ -21,8 +22,10 @@ def not_executable(module: Module) -> tuple[str, ...]:
     found = [f"engine {e}" for e in sorted(engines) if not runs(e, job.on_host)]
     found += [f"{role} {what}" for role in job.roles for what in unrun_features(job, role)]
     found += list(_of_ranks(job))
-    if job.schedule in ("naive", "disaggregated") or job.ablate:
-        found.append(f"schedule {job.schedule}" + (f" without {', '.join(job.ablate)}" if job.ablate else ""))
+    if job.schedule == "disaggregated":
+        found.append("schedule disaggregated")
+    if job.on_host and not one_copy(job) and any(job.trainer(name).engine != "host" for name in job.trained):
+        found.append("a second copy of the weights: only the host trainer's lie as the rollout engine reads them")
     if job.workload.rollout.kind != "full":
         found.append(f"{job.workload.rollout.kind} rollout")
     if job.workload.turns is not None:

@@ -33,9 +33,9 @@ class RolloutProgram(Context):
             yield from released
             yield Signal(window=end, event=RELEASED)
         yield Barrier(window=self.last_window["P2"], name=THETA_QUIET)
-        if woken := self.woken:
+        if self.calls_rollout:
             yield Wait(window=self.updating, event=WAKE)
-            yield from woken
+            yield from self.woken
         yield from self.refresh("rollout", self.last_window["P3"])
         yield Barrier(window=self.last_window["P3"], name=PUBLISHED)
 

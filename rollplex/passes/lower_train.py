@@ -36,7 +36,7 @@ class TrainProgram(Context):
             yield from self._window_end(window)
 
     def _waits(self, window: Window) -> Iterator[Step]:
-        if window.name == self.updating and self.woken:
+        if window.name == self.updating and self.calls_rollout:
             yield Signal(window=window.name, event=WAKE)
         if window.name == self.first:
             yield Wait(window=window.name, event=self.prompts)
@@ -117,7 +117,7 @@ class TrainProgram(Context):
         return Run(
             window=at, task="prefix", node=call.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *self._pieces(call, at)),
-            writes=self.placed(at, "hbm", *own, *saved),
+            writes=self.placed(at, "hbm", *own, *saved, *self._shared_room),
             streams=self.placed(at, "host", *saved),
             inputs=self._inputs(window),
         )  # fmt: skip
@@ -137,7 +137,7 @@ class TrainProgram(Context):
         return Run(
             window=at, task=task, node=call.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *self._pieces(call, at)),
-            writes=self.placed(at, "hbm", f"{role}.score_workspace"),
+            writes=self.placed(at, "hbm", f"{role}.score_workspace", *self._shared_room),
             inputs=self.schedule.inputs[call.node], outputs=(call.node,),
         )  # fmt: skip
 
@@ -170,6 +170,11 @@ class TrainProgram(Context):
             writes=self.placed(at, "hbm", f"{role}.gradients", self._activations(role)),
             inputs=self.schedule.inputs[call.node], outputs=(call.node,) if taken else (),
         )  # fmt: skip
+
+    @property
+    def _shared_room(self) -> tuple[str, ...]:
+        """Where everything is resident all the time, temporaries of all work are taken from the activations' room."""
+        return (self._activations(self.policy),) if self.schedule.kind == "naive" else ()
 
     def _activations(self, role: str) -> str:
         return activations_name(self.module.job, role)

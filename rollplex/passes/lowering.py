@@ -85,6 +85,11 @@ class Context:
         return next(w.name for w in self.schedule.windows if w.kind == "publish" and w.role == self.policy)
 
     @property
+    def calls_rollout(self) -> bool:
+        """Whether the trainer calls the rollout engine before it publishes: to wake, or to take a copy."""
+        return bool(self.woken or self.refreshed)
+
+    @property
     def woken(self) -> tuple[Step, ...]:
         """What a sleeping rollout engine takes back before its weights are written, once the trainer has room."""
         return tuple(self.enter("rollout", self.updating))

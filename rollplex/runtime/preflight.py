@@ -57,7 +57,7 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
         for step in program:
             if plan.processes[kind].engine == "megatron":
                 continue
-            if isinstance(step, Rebuild) or (isinstance(step, Exchange) and step.group != "dp"):
+            if isinstance(step, Rebuild) or (isinstance(step, Exchange) and step.group not in ("dp", "refresh")):
                 yield Problem(f"backend host does not execute `{step.kind} {step.object}` ({kind})", plan.algorithm)
 
 

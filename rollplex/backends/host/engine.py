@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollplex.backends.collectives import Groups
+from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.engine import Engine
 from rollplex.backends.host.replica import Replica
 from rollplex.backends.host.roller import RolloutEngine
@@ -20,10 +20,11 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
     """The engine of one process; `fds` are the ledgers of its device and of the host, ranks meet in `meeting`."""
     process, here = f"{kind} {rank}", seat(job, kind, rank)
     groups = Groups.join(job, kind, rank, plan.processes[kind].ranks, meeting)
+    pair = Pair(meeting, rank, sends=kind == "train")
     if kind == "rollout":
-        return RolloutEngine(plan, job, here, groups, process, fds)
+        return RolloutEngine(plan, job, here, groups, pair, process, fds)
 
     def make(role: str, objects: PlannedObjects) -> Replica:
         return Replica(job, role, objects, trained=role in job.trained)
 
-    return TrainEngine(plan, job, here, groups, process, fds, make)
+    return TrainEngine(plan, job, here, groups, pair, process, fds, make)

@@ -54,8 +54,9 @@ class HostFacts:
         return sizes.suffix_train_bytes(work) + sizes.prefix_backward_bytes(work)
 
     def full_activation_bytes(self, work: Work) -> int:
-        """Activations of prompt and response together."""
-        return sizes.prefix_saved_bytes(work) + sizes.suffix_train_bytes(work)
+        """Working memory of any task on one prompt and its response, where nothing is saved between tasks."""
+        forward = max(sizes.prefix_workspace_bytes(work, attached=True), sizes.score_workspace_bytes(work))
+        return max(forward, sizes.suffix_train_bytes(work), sizes.prefix_backward_bytes(work))
 
 
 FACTS = HostFacts()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rollplex.backends.collectives import Groups
+from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.digest import digest
@@ -22,6 +22,7 @@ from rollplex.backends.host.sharded import sharded_model
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.shard import shard_of
 from rollplex.backends.training.placement import DTYPES, config_of, split, tensors_of
+from rollplex.backends.training.refresh import REFRESH, START_S, copies
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
 from rollplex.ir.plan import Plan
@@ -31,10 +32,13 @@ KV = "rollout.kv"
 
 
 class RolloutEngine:
-    """`Engine` of a rollout rank; its weights are imported, read-only, and never copied."""
+    """`Engine` of a rollout rank; its weights are imported, read-only: a copy of its own only where a plan says so."""
 
-    def __init__(self, plan: Plan, job: Job, seat: Seat, groups: Groups, process: str, fds: Sequence[int]) -> None:
+    def __init__(
+        self, plan: Plan, job: Job, seat: Seat, groups: Groups, pair: Pair, process: str, fds: Sequence[int]
+    ) -> None:
         self.job = job
+        self._pair, self._copied = pair, copies(plan, job.policy, "rollout")
         self.dtype = DTYPES[job.model.dtype]
         self._owner = f"train {process.rpartition(' ')[2]}"
         self._objects = PlannedObjects(plan, "rollout", process, fds)
@@ -56,6 +60,10 @@ class RolloutEngine:
         self._objects.adopt(name, fds, self._owner)
 
     def ready(self) -> dict[str, Any]:
+        if self._copied:
+            self._pair.join(START_S)
+        for name, nbytes in self._copied.items():
+            self._refresh(name, nbytes)
         return {"inodes": self._objects.inodes()}
 
     def trained(self) -> dict[str, TrainedState]:
@@ -75,7 +83,11 @@ class RolloutEngine:
         return dict.fromkeys(step.outputs, rollout)
 
     def exchange(self, step: Exchange) -> None:
-        raise AssertionError("training ranks exchange weights")
+        assert step.group == REFRESH, "training ranks exchange weights"
+        self._refresh(step.object, step.nbytes)
+
+    def _refresh(self, name: str, nbytes: int) -> None:
+        self._pair.copy(self._objects.pages(name, torch.uint8)[:nbytes])
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
         raise AssertionError("a rollout rank has no gradients")
@@ -98,13 +110,15 @@ class RolloutEngine:
         self._ranks.close()
 
     def _sharded(self, plan: Plan, seat: Seat, groups: Groups) -> HostModel:
-        """The rank's model over pages that the training rank of its GPU owns."""
+        """The rank's model over pages that the training rank of its GPU owns, or over its own copy of them."""
         job, role, pages = self.job, self.job.policy, self._objects
         trainer, own = load_facts(job.trainer(role).engine), load_facts(plan.processes["rollout"].engine)
         shard = shard_of(job.spec, plan.summary.layout, trainer, own, job.rollout_tp, seat.tp)
         buffer = pages.pages(f"{role}.case3", self.dtype) if shard.rebuilt else None
-        tower = split(pages.pages(f"{role}.vision", self.dtype), tensors_of(job, role, "vision"))
-        return sharded_model(config_of(job), shard, pages.pages(f"{role}.snapshot", self.dtype), buffer, tower, groups)
+        own = pages.has("rollout.weights")
+        weights, vision = ("rollout.weights", "rollout.vision") if own else (f"{role}.snapshot", f"{role}.vision")
+        tower = split(pages.pages(vision, self.dtype), tensors_of(job, role, "vision"))
+        return sharded_model(config_of(job), shard, pages.pages(weights, self.dtype), buffer, tower, groups)
 
     def _generate(self, prompts: PromptBatch) -> Rollout:
         job = self.job

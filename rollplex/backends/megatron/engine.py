@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollplex.backends.collectives import Groups
+from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.engine import Engine
 from rollplex.backends.megatron.replica import Replica
 from rollplex.backends.memory.planned import PlannedObjects
@@ -24,4 +24,5 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
     def make(role: str, objects: PlannedObjects) -> Replica:
         return Replica(plan, job, here, groups, role, objects)
 
-    return TrainEngine(plan, job, here, groups, f"{kind} {rank}", fds, make)
+    pair = Pair(meeting, rank, sends=True)
+    return TrainEngine(plan, job, here, groups, pair, f"{kind} {rank}", fds, make)

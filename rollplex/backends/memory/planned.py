@@ -41,6 +41,7 @@ class PlannedObjects:
         self.ledger = Ledger.attach(fds[0], process=process)
         self._host_ledger = Ledger.attach(fds[1], process=process)
         self._memory = HostMemory()
+        self._first = plan.summary.windows[0].name
         self.owned = {o.name: o for o in plan.summary.objects if o.process == kind}
         self.imported = {o.name: o for o in plan.summary.objects if kind in o.readers}
         self._store = ObjectStore(self.ledger)
@@ -104,7 +105,8 @@ class PlannedObjects:
     # ---- what the engine asks for
 
     def start(self) -> None:
-        """Map what the plan has in HBM when an iteration starts."""
+        """Map what the plan has in HBM when an iteration starts: its first window is the first that needs it."""
+        self.window(self._first)
         for o in self.owned.values():
             if o.start == "hbm":
                 self.map(o.name, "start")

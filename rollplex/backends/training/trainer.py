@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rollplex.backends.collectives import Groups
+from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.memory.planned import IDLE, PlannedObjects
@@ -26,6 +26,7 @@ from rollplex.backends.rolemodel import Prefix, RoleModel
 from rollplex.backends.training.boundary import boundary_leaf
 from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
+from rollplex.backends.training.refresh import REFRESH, START_S, copies
 from rollplex.backends.training.saved import ALIGN, SavedPolicy
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
@@ -49,11 +50,19 @@ class TrainEngine:
     """`Engine` of a training rank: holds every trained role and every frozen one, each made by `make`."""
 
     def __init__(
-        self, plan: Plan, job: Job, seat: Seat, groups: Groups, process: str, fds: Sequence[int], make: Make
+        self,
+        plan: Plan,
+        job: Job,
+        seat: Seat,
+        groups: Groups,
+        pair: Pair,
+        process: str,
+        fds: Sequence[int],
+        make: Make,
     ) -> None:
         self.plan = plan
         self.job = job
-        self._seat, self._prompts, self._ranks = seat, seat.prompts, groups
+        self._seat, self._prompts, self._ranks, self._pair = seat, seat.prompts, groups, pair
         self.role = job.policy
         self.dtype = DTYPES[job.model.dtype]
         self.state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -81,6 +90,10 @@ class TrainEngine:
         raise AssertionError("a training rank owns what it reads")
 
     def ready(self) -> dict[str, Any]:
+        if copied := copies(self.plan, self.role, "train"):
+            self._pair.join(START_S)
+        for name, nbytes in copied.items():
+            self._refresh(name, nbytes)
         return {"inodes": self._objects.inodes(), "pool_locked": self._objects.pool.locked}
 
     def trained(self) -> dict[str, TrainedState]:
@@ -98,8 +111,10 @@ class TrainEngine:
     def begin(self, iteration: int) -> None:
         self._groups = {m: Group() for m in range(self.job.prompts_per_rank)}
         self._scores.begin()
-        for loss in self._losses.values():
+        for role, loss in self._losses.items():
             loss.begin()
+            if self._objects.mapped(f"{role}.gradients"):  # they stay where nothing leaves, with the last step's sums
+                self._state(role, "gradients").zero_()
         self._objects.measuring = iteration == 0
 
     def finish(self) -> EngineReport:
@@ -145,14 +160,20 @@ class TrainEngine:
     def exchange(self, step: Exchange) -> None:
         """Gradients of all data-parallel ranks are summed: each has its prompts' part of the step's loss.
 
-        Slabs of a rollout shard are gathered from the ranks that own them.
+        Slabs of a rollout shard are gathered from the ranks that own them; a copy of the rollout engine's own is
+        written over.
         """
+        if step.group == REFRESH:
+            return self._refresh(step.object, step.nbytes)
         model = self._replicas[role_of(step.object)]
         if (step.group, step.op) == ("q", "all_gather"):
             return model.exchange(self._ranks)
         assert (step.group, step.op) == ("dp", "all_reduce"), f"nobody plans {step}"
         trained = sum(numel for _, numel in model.trained)
         self._ranks.all_reduce("dp", self._objects.current(step.object, self.state_dtype)[:trained])
+
+    def _refresh(self, name: str, nbytes: int) -> None:
+        self._pair.copy(self._objects.pages(name, torch.uint8)[:nbytes])
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
         return self._losses[step.role].scale(inputs)

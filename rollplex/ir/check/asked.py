@@ -250,8 +250,11 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
     trainers = [s for role in job.roles.values() for s in (role.train, role.score) if s and s.engine == "host"]
     if (cut := max((s.tensor_parallel for s in trainers), default=1)) > 1:
         asked.append(f"tensor_parallel {cut}")
-    if job.schedule in ("naive", "disaggregated") or job.ablate:
-        asked.append(f"schedule {job.schedule}")
+    if job.schedule == "disaggregated":
+        asked.append("schedule disaggregated")
+    shared = any(o.readers for o in facts.objects.values())
+    if job.on_host and not shared and any(job.trainer(role).engine != "host" for role in job.trained):
+        asked.append("a second copy of the weights")
     if job.workload.rollout.kind != "full":
         asked.append(f"{job.workload.rollout.kind} rollout")
     if job.workload.turns is not None:
