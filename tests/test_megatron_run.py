@@ -31,8 +31,11 @@ def megatron(tp: int) -> dict[str, Any]:
     return {"engine": "megatron", "tensor_parallel": tp, "sequence_parallel": False}
 
 
-def plan_of(train: dict[str, Any], schedule: str = "rollplex", order: str = "stock") -> Plan:
+def plan_of(
+    train: dict[str, Any], schedule: str = "rollplex", order: str = "stock", ablate: tuple[str, ...] = ()
+) -> Plan:
     return tiny_plan(
+        ablate=list(ablate),
         layout={"order": order},
         model={"dtype": "float64"},
         cluster={"capacity_gib": "32 MiB", "gpus_per_node": train.get("tensor_parallel", 1)},
@@ -65,6 +68,15 @@ def test_the_steps_are_those_of_the_host_engine(tp: int, order: str) -> None:
 def test_serial_and_rollplex_are_identical_to_the_bit() -> None:
     """Overlap changes when a prefix runs, not what it computes."""
     assert result(1, "serial").digests == result(1).digests
+
+
+def test_with_states_resident_kv_kept_and_one_whole_chunk_it_trains_to_the_same_bits(tmp_path: Path) -> None:
+    """Three ablations of Figure 8 at once; the fourth, a second copy of the weights, is the host trainer's alone."""
+    plan = plan_of(megatron(1), ablate=("state_offload", "rollout_release", "chunked_optimizer"))
+    found = run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "run")
+    assert found.digests == result(1).digests
+    refused = plan_of(megatron(1), ablate=("weight_sharing",)).not_executable
+    assert refused == ("a second copy of the weights: only the host trainer's lie as the rollout engine reads them",)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
