@@ -60,8 +60,9 @@ def trained(name: str, one_at_a_time: bool = False) -> dict[str, str]:
     run = InThreads(plan, {"reward": luck})
     for step in range(2):
         run.step(step)
-    update = run.states[TRAIN].optimizer
-    found = run.train.digests() | run.rollout.digests() | update.digests()
+    found = run.train.digests() | run.rollout.digests()
+    for update in run.states[TRAIN].updates.values():
+        found |= update.digests()
     run.close()
     return found
 
