@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,11 +110,11 @@ class Pair:
     meeting: Path
     gpu: int
     sends: bool
-    _group: dist.ProcessGroupGloo | None = None
+    _group: Any = None  # a ProcessGroupGloo, of which torch's stubs know half
 
     def join(self, limit_s: float) -> None:
         """Meet the other side in the directory `meeting`; this and each copy give up after `limit_s`."""
-        place = dist.FileStore(str(self.meeting / f"pair-{self.gpu}"), 2)
+        place = dist.FileStore(str(self.meeting / f"pair-{self.gpu}"), 2)  # pyright: ignore[reportPrivateImportUsage]
         with _waiting(self._name):
             self._group = dist.ProcessGroupGloo(place, 0 if self.sends else 1, 2, timedelta(seconds=limit_s))
 
