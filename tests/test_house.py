@@ -21,7 +21,7 @@ SOURCES = sorted(p for d in ("rollplex", "tools", "examples", "tests") for p in 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Distribution -> module, where the names differ.
-MODULES = {"pyyaml": "yaml", "pillow": "PIL", "megatron-core": "megatron"}
+MODULES = {"pyyaml": "yaml", "pillow": "PIL", "megatron-core": "megatron", "cuda-python": "cuda"}
 
 
 def name_of(path: Path) -> str:
@@ -103,9 +103,11 @@ def test_the_core_asks_for_what_it_imports_and_no_more() -> None:
     assert imported([p for p in PACKAGE if p not in optional]) <= core | {"pydantic_core"}
     assert core <= imported(PACKAGE)
     host = {MODULES.get(name, name) for name in requirements("host")}
-    megatron = [p for p in optional if p.parent.name == "megatron"]
-    assert imported([p for p in optional if p not in megatron]) <= core | host | {"pydantic_core"}
-    assert imported(megatron) <= core | host | {MODULES.get(name, name) for name in requirements("megatron")}
+    own = {extra: [p for p in optional if p.parent.name == extra] for extra in ("megatron", "cuda")}
+    shared = [p for p in optional if p.parent.name not in own]
+    assert imported(shared) <= core | host | {"pydantic_core"}
+    for extra, paths in own.items():
+        assert imported(paths) <= core | host | {MODULES.get(name, name) for name in requirements(extra)}
 
 
 def test_torch_has_a_ceiling_and_torchvision_stays_out() -> None:
