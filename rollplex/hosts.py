@@ -1,7 +1,8 @@
 """The Python functions behind a plan's host calls: who binds them, and how they are found.
 
-HOSTS = {"reward": exact_answer}             in the algorithm's file
 --host reward=my_rewards.py:exact_answer     on the command line, which comes first
+run: {hosts: {reward: rewards.py:exact}}     in the job
+HOSTS = {"reward": exact_answer}             in the algorithm's file
 rx.host(exact_answer)(prompts, rollout)      the function itself, found by its address
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,22 +29,25 @@ def find(plan: Plan, bound: Mapping[str, Any], given: Sequence[str] = ()) -> dic
     What nobody binds is left out: the runtime names it. Raises RunError for a binding that leads nowhere.
     """
     found = {name: load(address, f"--host {name}") for name, address in map(_binding, given)}
+    _refuse_unknown(found, plan, "--host")
+    of_job = {n: a for n, a in plan.job["run"]["hosts"].items() if n not in found}
+    found |= {name: load(address, f"run.hosts.{name}") for name, address in of_job.items()}
+    _refuse_unknown(of_job, plan, "run.hosts")
     listed = bound.get("HOSTS", {})
     for name in plan.hosts.values():
         if name not in found and name in listed:
             found[name] = listed[name]
         elif name not in found and ":" in name:
             found[name] = _local(name, bound) or load(name, plan.algorithm)
-    _refuse_unknown(found, plan)
     return found
 
 
-def _refuse_unknown(found: Mapping[str, HostFunction], plan: Plan) -> None:
+def _refuse_unknown(names: Iterable[str], plan: Plan, where: str) -> None:
     known = set(plan.hosts.values())
-    for name in found:
+    for name in names:
         if name not in known:
             hint = ", ".join(sorted(known)) or "it calls none"
-            raise RunError(f"the algorithm calls no host function `{name}`", where="--host", hint=hint)
+            raise RunError(f"the algorithm calls no host function `{name}`", where=where, hint=hint)
 
 
 def _binding(text: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rollplex.ir.plan import Plan
 from rollplex.runtime.events import EnginesReady, IterationDone, RunEvent, Started, StepEntered, Stopping
+from rollplex.runtime.metrics import watched
 
 LINES = 10  # lines of a whole run in a log
 
@@ -18,7 +19,7 @@ class RunWatch:
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self.steps, self.console = int(plan.job["run"]["steps"]), console
-        self.reward = next(iter(plan.hosts.values()), "")
+        self.reward = watched(plan)
         self._column = max(len(w.name) for w in plan.summary.windows)
         self._bar: Progress | None = None
         self._task = None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import golden
 import pytest
 from algorithms import EXAMPLES
 
+from rollplex import hosts
 from rollplex.ir.checker import check_plan
+from rollplex.ir.errors import RunError
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run, UpdateChunk
 from rollplex.passes.pipeline import compile_plan
+from rollplex.runtime.metrics import watched
 from rollplex.show.page import plan_page
 
 PLANS = {
@@ -47,17 +49,33 @@ def test_pages(name: str) -> None:
     golden.check(f"plan_{name}.txt", page + "\n")
 
 
-@pytest.mark.parametrize("name", ["rloo", "reinforce_pp", "dapo", "gspo"])
-def test_what_the_host_backend_executes_is_not_called_unexecutable(name: str, tmp_path: Path) -> None:
-    """One trained role that ends in logits: `rollplex run` takes it."""
-    text = (EXAMPLES / "jobs" / "shapes_host.yaml").read_text("utf-8")
-    kept = [line for line in text.splitlines() if not line.startswith("algorithm:")]
-    if name in ("dapo", "gspo"):
-        kept = [line for line in kept if "reference" not in line and "score:" not in line]
-    job = tmp_path / "job.yaml"
-    job.write_text("\n".join(kept).replace("../", f"{EXAMPLES}/"), "utf-8")
-    made = compile_plan(load_algorithm(EXAMPLES / f"{name}.py"), load_job(job, ["cluster.capacity_gib=1"]))
-    assert made.not_executable == ()
+HOST_JOBS = {
+    "gspo": "gspo", "dapo": "dapo", "rloo": "critic_free", "reinforce_pp": "critic_free", "ppo": "ppo",
+    "grpo_reward_model": "reward_model",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOST_JOBS)
+def test_every_algorithm_has_a_job_that_the_host_backend_runs(name: str) -> None:
+    """It fits, nothing of it is called unexecutable, and the job binds its reward."""
+    job = load_job(EXAMPLES / "jobs" / f"{HOST_JOBS[name]}_host.yaml")
+    made = compile_plan(load_algorithm(EXAMPLES / f"{name}.py"), job)
+    assert (made.feasible, made.not_executable) == (True, ())
+    assert watched(made) == ("judge" if name == "grpo_reward_model" else "reward")
+    bound = hosts.find(made, {})
+    assert list(bound) == list(made.hosts.values())
+    assert all(f("?", "left", "<answer>left</answer>", {}) == 1 for f in bound.values())
+
+
+def test_a_job_that_binds_a_function_nobody_calls_is_refused_and_so_is_a_file_that_is_not_there() -> None:
+    algorithm, path = load_algorithm(EXAMPLES / "gspo.py"), EXAMPLES / "jobs" / "gspo_host.yaml"
+    unknown = compile_plan(algorithm, load_job(path, ["run.hosts.judge=os.path:join"]))
+    with pytest.raises(RunError, match=r"run.hosts: the algorithm calls no host function `judge`\n    try: reward"):
+        hosts.find(unknown, {})
+    gone = compile_plan(algorithm, load_job(path, ["run.hosts.reward=none.py:f"]))
+    with pytest.raises(RunError, match=r"run.hosts.reward: there is no file .*examples/jobs/none.py"):
+        hosts.find(gone, {})
+    assert list(hosts.find(gone, {}, ["reward=os.path:join"])) == ["reward"]  # the command line comes first
 
 
 @pytest.mark.parametrize("schedule", ["serial", "naive"])

@@ -25,6 +25,8 @@ JOBS: dict[str, str] = {
     "qwen2_5_vl_32b_h800x8": "grpo", "qwen2_5_vl_32b_h800x32": "grpo", "shapes_host": "grpo", "lora_72b_h800x8": "grpo",
     "critic_free_7b_h800x8": "rloo", "dapo_32b_h800x32": "dapo", "embodied_7b_h800x8": "embodied",
     "gspo_30b_a3b_h800x16": "gspo", "ppo_32b_h800x32": "ppo", "reward_model_32b_h800x8": "grpo_reward_model",
+    "critic_free_host": "reinforce_pp", "dapo_host": "dapo", "gspo_host": "gspo", "ppo_host": "ppo",
+    "reward_model_host": "grpo_reward_model",
 }  # fmt: skip
 """Example jobs, and the algorithm that each is for."""
 INTERESTING: tuple[Any, ...] = (

@@ -157,6 +157,11 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> None:
         for key in keys if isinstance(section, dict) else ():
             if isinstance(section.get(key), str):
                 section[key] = str(_resolve(base, section[key]))
+    bound = run.get("hosts") if isinstance(run, dict) else None
+    hosts = bound if isinstance(bound, dict) else {}
+    for name, address in hosts.items():
+        if isinstance(address, str) and (file := address.rpartition(":")[0]).endswith(".py"):
+            hosts[name] = f"{_resolve(base, file)}:{address.rpartition(':')[2]}"
     for section in (data, *named):
         _embed_config(section, base)
 

@@ -232,6 +232,11 @@ class RunOptions(Section):
     temperature: Positive = Field(default=1.0, description="sampling temperature")
     threads: Count = Field(default=1, description="CPU threads of one process")
     weights: str | None = Field(default=None, description="directory of initial weights; relative to the job file")
+    hosts: dict[str, str] = Field(
+        default_factory=dict,
+        description="host functions of the algorithm by name, FILE.py:FUNCTION or module:FUNCTION; a file is relative "
+        "to the job file; --host comes first, then these, then HOSTS in the algorithm's file",
+    )
     silent_s: Positive = Field(
         default=60.0, description="seconds after which a process that says nothing counts as dead"
     )

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rollplex.ir.plan import Plan
+
 
 class MetricsWriter:
     """Writes each iteration when it ends, so that a run that is killed loses nothing before that."""
@@ -43,6 +45,12 @@ def _tensorboard(folder: Path) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder / "tensorboard"))
+
+
+def watched(plan: Plan) -> str:
+    """The metric that a run is watched by: its first host function's, else that of the first role that scores."""
+    judges = (str(r.args[0]) for r in plan.graph if r.op == "rx.suffix" and r.kwargs.get("head") == "score")
+    return next(iter(plan.hosts.values()), next(judges, ""))
 
 
 def draw_curve(rewards: Sequence[float], path: Path, name: str = "reward") -> bool:

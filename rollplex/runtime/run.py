@@ -32,7 +32,7 @@ from rollplex.runtime.events import EnginesReady, IterationDone, Progress, Stopp
 from rollplex.runtime.feed import Feed
 from rollplex.runtime.gathering import agreed_digests, merged_metrics
 from rollplex.runtime.interrupt import Interrupt
-from rollplex.runtime.metrics import MetricsWriter, draw_curve
+from rollplex.runtime.metrics import MetricsWriter, draw_curve, watched
 from rollplex.runtime.preflight import HOST_FUNCTION, check_hosts, check_machine, check_plan, make_feed
 from rollplex.runtime.protocol import Ask, ProcessId
 from rollplex.runtime.report import MemoryLog, Report, measured_overlap, times_by_window, write_report
@@ -89,7 +89,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.report = Report(self.plan.algorithm, self.plan.schedule, self.job.run.steps)
-        self.report.reward = next(iter(self.plan.hosts.values()), "")
+        self.report.reward = watched(self.plan)
 
     def go(self) -> RunResult:
         """The engines are gone before anything is written, whether the run ended well or not."""

@@ -23,7 +23,7 @@ class Scores:
     """What the models of this rank have said in a step, detached, [1, group, ..] a group; losses are made of it.
 
     A group is one of the rank's `prompts`, by its number there; what comes from outside has all prompts of the step.
-    `heads` says of each model call what it gives: logprobs, values or score.
+    `heads` says of each model call what it gives, logprobs, values or score, and `roles` whose it is.
     """
 
     def __init__(self, plan: Plan, prompts: range, ranks: Groups) -> None:
@@ -32,6 +32,7 @@ class Scores:
         self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
         calls = {record.name: record for record in plan.graph if record.op == "rx.suffix"}
         self.heads = {name: record.kwargs.get("head", "logprobs") for name, record in calls.items()}
+        self.roles = {name: str(record.args[0]) for name, record in calls.items()}
         self._found: dict[str, dict[int, Tensor]] = {}
 
     def begin(self) -> None:
@@ -45,6 +46,10 @@ class Scores:
     def scored(self, node: str) -> Tensor:
         """What was said at a node so far [prompt, group, ..]."""
         return torch.cat([found for _, found in sorted(self._found[node].items())])
+
+    def means(self) -> dict[str, float]:
+        """The mean score of every reward model on this rank, by its role."""
+        return {self.roles[n]: float(self.scored(n).mean()) for n in self._found if self.heads[n] == "score"}
 
     def row(self, name: str, value: Any, group: int) -> Any:
         """The rows of one of the rank's groups; its own models speak of no others."""

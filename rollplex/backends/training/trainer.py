@@ -123,7 +123,7 @@ class TrainEngine:
         events, marks = self._objects.take_log()
         sums = {f"{self._label(role)}loss": loss.total for role, loss in self._losses.items()}
         sums = sums if self._seat.speaks else {}  # tensor-parallel ranks know the same loss
-        return EngineReport(sums=sums, events=tuple(events), marks=tuple(marks))
+        return EngineReport(self._scores.means(), sums, events=tuple(events), marks=tuple(marks))
 
     def save(self, path: Path) -> None:
         try:
