@@ -272,6 +272,16 @@ RULES = {
         [("schedule: rollplex", "sharing: {share: 0.5}")],
         "job.yaml:28: share 0.5 has no effect with kind mps\n    try: kind: fixed",
     ),
+    "a pattern that names nothing": (
+        [("  lr: 1e-6", '  no_decay: ["*norm*", "*layer_norm*"]')],
+        "job.yaml:30: no trained parameter is called `*layer_norm*`\n"
+        "    try: model.language_model.layers.*.input_layernorm.weight or ",
+    ),
+    "a pattern that divides a fused weight": (
+        [("  lr: 1e-6", '  no_decay: ["*.bias", "*k_proj*"]')],
+        "layers.0.self_attn.v_proj.weight as one parameter, of which model.language_model.layers.0.self_attn.k_proj."
+        "weight alone is named\n    try: a pattern for all of them, or for none",
+    ),
     "chunks and their ablation": (
         [("  lr: 1e-6", "  chunks: 4\nablate: [chunked_optimizer]")],
         "job.yaml:30: ablate switches chunking off, but optimizer.chunks is 4\n    try: chunks: auto",

@@ -40,7 +40,7 @@ def plan_of(
         model={"dtype": "float64"},
         cluster={"capacity_gib": "32 MiB", "gpus_per_node": train.get("tensor_parallel", 1)},
         roles={"actor": {"train": train, "rollout": ROLLOUT}, "reference": {"score": train}},
-        optimizer={"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
+        optimizer={"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5, "no_decay": ["*.bias", "*norm*", "*lm_head*"]},
         run={"silent_s": 60},
         schedule=schedule,
     )

@@ -42,6 +42,8 @@ def roles(saved: str, recompute: str, freeze: tuple[str, ...] = ()) -> dict[str,
     return {"actor": {**actor, "freeze": list(freeze)}, "reference": {"score": {"engine": "host"}}}
 
 
+UNDECAYED = {"weight_decay": 0.1, "no_decay": ["*.bias", "*norm*", "*.merger.ln_q.*"]}
+ADAM = "decay joins the gradient"
 ONE_AT_A_TIME = "one response at a time, state streamed"
 CASES: dict[str, dict[str, Any]] = {
     "saved on the host": {"roles": roles("host", "none")},
@@ -49,7 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "saved in HBM": {"roles": roles("hbm", "none")},
     "dropped and recomputed": {"roles": roles("dropped", "full")},
     "frozen tower": {"roles": roles("host", "none", ("vision",))},
-    ONE_AT_A_TIME: {"roles": roles("host", "full")},
+    ONE_AT_A_TIME: {"roles": roles("host", "full"), "optimizer": {**BASE["optimizer"], **UNDECAYED}},
+    ADAM: {"roles": roles("hbm", "full"), "optimizer": {**BASE["optimizer"], **UNDECAYED, "kind": "adam"}},
 }
 
 
@@ -146,7 +149,12 @@ def test_gradient_and_update_are_those_of_a_whole_sequence_pass_and_of_torch(nam
     assert all(p.grad.abs().max().item() > 1e-6 for p in trained.values())
 
     options = recorded.run.job.optimizer
-    adam = torch.optim.AdamW(trained.values(), lr=options.lr, weight_decay=options.weight_decay)
+    left = {n for n in trained if options.no_decay and (n.endswith(".bias") or "norm" in n or "ln_q" in n)}
+    groups = [
+        {"params": [p for n, p in trained.items() if n not in left], "weight_decay": 0.1},
+        {"params": [p for n, p in trained.items() if n in left], "weight_decay": 0.0},
+    ]
+    adam = (torch.optim.Adam if name == ADAM else torch.optim.AdamW)([g for g in groups if g["params"]], lr=options.lr)
     clip_grad_norm_(trained.values(), options.clip_norm or 0.0)
     adam.step()
     assert max((recorded.after[n] - p).abs().max().item() for n, p in trained.items()) < 1e-8

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rollplex.backends.lanes import LaneSpan
 from rollplex.ir.steps import Exchange, Rebuild, Run
 
 Values = dict[str, Any]
@@ -24,13 +25,15 @@ Values = dict[str, Any]
 class EngineReport:
     """What an engine measured in one iteration: ledger logs, and metrics by name.
 
-    `metrics` are the same on all ranks, or to be averaged over them; `sums` are a rank's parts of a whole.
+    `metrics` are the same on all ranks, or to be averaged over them; `sums` are a rank's parts of a whole. `lanes` is
+    work that ran beside the steps.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
     events: tuple[Any, ...] = ()
     marks: tuple[Any, ...] = ()
+    lanes: tuple[LaneSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ class TrainedState:
 
     `current(name)` is gradients, master or moments as one flat tensor of `dtype`, wherever the plan has it now (it may
     be longer than needed: pages). `weights[name]` are the parameters that engines read: there a cast result goes.
-    `counted` are the parameters whose gradient this rank counts in the norm; `sums(x)` are the x of all ranks that hold
-    parts of one model. `label` stands before the names of the role's metrics: nothing for the policy, `critic_`.
+    `undecayed` are parameters that weight decay leaves alone, `counted` those whose gradient this rank counts in the
+    norm; `sums(x)` are the x of all ranks that hold parts of one model. `label` stands before the names of the role's
+    metrics: nothing for the policy, `critic_`.
     """
 
     role: str
@@ -49,6 +53,7 @@ class TrainedState:
     dtype: torch.dtype
     weights: Mapping[str, Tensor]
     current: Callable[[str], Tensor]
+    undecayed: frozenset[str]
     counted: frozenset[str]
     sums: Callable[[float], list[float]]
 

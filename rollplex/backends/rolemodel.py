@@ -36,6 +36,10 @@ class RoleModel(Protocol):
         """Whether this rank counts the parameter in the gradient's norm: of its tensor-parallel group one rank does."""
         ...
 
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The Hugging Face tensors that a parameter is made of."""
+        ...
+
     def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
         """(layers, 2 for K and V, KV heads of this rank, prefix_tokens, head_dim)."""
         ...

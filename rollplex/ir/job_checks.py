@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, cast
 
+from rollplex.ir.decay import decay_rules
 from rollplex.ir.engines import Work, can, engine, engine_names, is_so
 from rollplex.ir.errors import JobError, PluginError
 from rollplex.ir.findings import Finding, KeyPath
@@ -42,6 +43,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
         findings += [*_ratio(job), *_batches(job), *_sampled(job)]
     if not bad_roles and not no_model:
         findings += [*serving_rules(job), *(lora_rules(job) if not bad_engines else ())]
+        findings += decay_rules(job) if not bad_engines else ()
     if not findings:
         findings += kv_rules(job)
     return tuple(findings)

@@ -191,15 +191,22 @@ class Layout(Section):
 
 
 class Optimizer(Section):
-    """AdamW on FP32 states, in chunks."""
+    """Adam on FP32 states, in chunks."""
 
-    name: Literal["adamw"] = Field(default="adamw", description="the update rule")
+    kind: Literal["adamw", "adam"] = Field(
+        default="adamw", description="how weights decay: by themselves (adamw), or as a part of the gradient (adam)"
+    )
     lr: NonNegative = Field(default=1.0e-6, description="learning rate")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.999), description="decay of the two moments"
     )
     eps: Positive = Field(default=1.0e-8, description="added to the root of the second moment")
-    weight_decay: NonNegative = Field(default=0.0, description="decoupled weight decay")
+    weight_decay: NonNegative = Field(default=0.0, description="weight decay")
+    no_decay: Annotated[tuple[str, ...], AfterValidator(_distinct)] = Field(
+        default=(),
+        examples=[["*.bias", "*norm*"]],
+        description="parameters that do not decay: patterns on Hugging Face names, * any text, ? one character",
+    )
     clip_norm: Positive | None = Field(
         default=1.0, description="global gradient norm is clipped to this; null does not clip"
     )
@@ -207,6 +214,11 @@ class Optimizer(Section):
         default="auto", description="pieces the state is updated in; auto lets the solver choose"
     )
     in_flight: int = Field(default=3, ge=1, le=64, description="chunks whose load, update and return may overlap")
+
+    @property
+    def joins_gradient(self) -> bool:
+        """Whether decay is added to the gradient, of which torch's foreach Adam then makes a copy."""
+        return self.kind == "adam" and self.weight_decay > 0
 
 
 class Sharing(Section):

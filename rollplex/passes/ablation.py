@@ -46,7 +46,7 @@ def largest_chunk(full: Module) -> int:
     data = gather(full)
     finest = -(-data.units // MOST_PIECES)
     needed = sum(o.nbytes for o in full[Lifetimes].objects if _stays(o, data.update_window))
-    room = (full.job.capacity_bytes - needed) // (data.in_flight * data.element_bytes)
+    room = (full.job.capacity_bytes - needed) // (data.in_flight * data.element_bytes + data.updating_bytes)
     return min(data.parameters, max(room // ALIGN, finest) * ALIGN)
 
 

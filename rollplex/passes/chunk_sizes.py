@@ -1,8 +1,9 @@
 """How finely work is cut: optimizer chunks, responses a suffix step (paper section 3.2, chunked update).
 
 Data        P       parameters a rank updates, in units of 64          s    chunks in flight (load, update, return)
-            B       bytes of one unit in flight: gradient, master weight and two moments; where all of them are
-                    resident the update is in place (s = 1) and B is what Adam itself allocates
+            B       bytes of one unit in flight: gradient, master weight and two moments; nothing where all of them
+                    are resident: the update is in place (s = 1)
+            A       bytes that Adam allocates for one unit of the chunk that it updates
             R[w]    room: capacity less what residency holds in window w, workspaces left out; whole pages
             M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces alive in w with m responses a step
             a, L    time of one unit through the host link (zero where the state is resident), of one launch
@@ -15,7 +16,7 @@ Constraints (1)  KE = K E
             (4)  K = the job's optimizer.chunks                 where it names a number; E = what an ablation holds
             (5)  F = min(s E, KE)                               there may be fewer chunks than may overlap
             (6)  sum_m x[m] = 1
-            (7)  sum_m W[m,w] x[m] + (F B if w updates) <= R[w] + over[w]
+            (7)  sum_m W[m,w] x[m] + (F B + E A if w updates) <= R[w] + over[w]
             (8)  c >= a E + L
             (9)  T = (K + s - 1) c
 Objective   bytes over capacity, then suffix steps a group, then update time, then workspace bytes
@@ -43,10 +44,11 @@ from rollplex.passes.update_sizes import (
     ALIGN,
     chunk_bytes_per_element,
     chunks_in_flight,
+    flying_bytes_per_element,
     pages,
     resident_bytes,
+    updating_bytes_per_element,
     wanted_chunks,
-    workspace_bytes_per_element,
     workspace_name,
 )
 from rollplex.passes.work import updated_parameters
@@ -84,11 +86,16 @@ class Data:
     group: int
     wanted: int | None = None
     held: int | None = None
+    updating_bytes: int = 0
 
     @property
     def units(self) -> int:
         """P, rounded up to whole units."""
         return -(-self.parameters // ALIGN)
+
+    def workspace_bytes(self, elements: int) -> int:
+        """All that chunks of so many parameters take together."""
+        return min(self.in_flight * elements, self.parameters) * self.element_bytes + elements * self.updating_bytes
 
     def suffix_bytes(self, choice: SizeChoice, window: str) -> int:
         """W[m,w]: all suffix workspaces that are alive in the window together."""
@@ -116,7 +123,8 @@ def _data(module: Module, role: str, windows: tuple[str, ...], choices: tuple[Si
     return Data(
         parameters=parameters,
         in_flight=chunks_in_flight(job, role) if at_host else 1,
-        element_bytes=workspace_bytes_per_element(job, role, bool(at_host)),
+        element_bytes=flying_bytes_per_element(job, bool(at_host)),
+        updating_bytes=updating_bytes_per_element(job, role, bool(at_host)),
         room={w: _room(module, w, scalable | chunked) for w in windows},
         choices=choices,
         alive={name: lifetimes[name].alive(schedule.names()) for name in scalable},
@@ -145,7 +153,7 @@ class Model:
         self.data, self.cp = data, cp_model.CpModel()
         unit_us = -(-ALIGN * data.ps_per_element * data.units // 10**6)
         longest, most = unit_us + LAUNCH_US + 1, min(MOST_PIECES, data.units)
-        whole = data.in_flight * data.units * ALIGN * data.element_bytes
+        whole = (data.in_flight * data.element_bytes + data.updating_bytes) * data.units * ALIGN
         worst = {
             w: max(0, whole + max(data.suffix_bytes(c, w) for c in data.choices) - r) for w, r in data.room.items()
         }
@@ -158,6 +166,11 @@ class Model:
         self.chunk_us = self.cp.new_int_var(0, longest, "c")
         self.update_us = self.cp.new_int_var(0, (most + data.in_flight) * longest, "T")
 
+    def workspace(self) -> cp_model.LinearExpr:
+        """F B + E A, in bytes of one parameter of each unit."""
+        sizes = [self.data.element_bytes, self.data.updating_bytes]
+        return cp_model.LinearExpr.weighted_sum([self.flying, self.units], sizes)
+
     def objectives(self) -> list[Objective]:
         """In order."""
         data = self.data
@@ -166,7 +179,7 @@ class Model:
             Objective("bytes over capacity", sum(self.over.values())),
             Objective("suffix steps a group", steps),
             Objective("update seconds", self.update_us, 1e-6),
-            Objective("optimizer workspace bytes", self.flying, ALIGN * data.element_bytes),
+            Objective("optimizer workspace bytes", self.workspace(), ALIGN),
         ]
 
 
@@ -209,7 +222,7 @@ def one_step(m: Model) -> None:
 def room(m: Model) -> None:
     """(7)."""
     data = m.data
-    in_flight = ALIGN * data.element_bytes * m.flying
+    in_flight = ALIGN * m.workspace()
     for w, room in data.room.items():
         suffix = sum(data.suffix_bytes(c, w) * m.step[c.responses] for c in data.choices)
         m.cp.add(suffix + (in_flight if w == data.update_window else 0) <= room + m.over[w])
@@ -252,7 +265,7 @@ def read(job: Job, model: Model, solution: Solution) -> Chunks:
 def _optimizer(job: Job, model: Model, solution: Solution) -> OptimizerChunks:
     data = model.data
     elements = min(solution.value(model.units) * ALIGN, data.parameters)
-    workspace = pages(min(data.in_flight * elements, data.parameters) * data.element_bytes, job.device.page_bytes)
+    workspace = pages(data.workspace_bytes(elements), job.device.page_bytes)
     return OptimizerChunks(
         count=-(-data.parameters // elements),
         elements=elements,

@@ -119,13 +119,13 @@ class Formulas:
 
     def adam(self, role: str) -> Formula:
         """What Adam allocates over the whole of a resident state."""
-        return self.parameters(role, mine=True) * self.wide
+        whole = self.parameters(role, mine=True) * self.wide
+        return n(2, "states") * whole if self.job.optimizer.joins_gradient else whole
 
     def chunks(self, role: str) -> Formula:
         """Optimizer chunks in flight: gradient, master weight and two moments, and what an unfused Adam adds."""
         summary, policy = self.plan.summary.chunks, role == self.job.policy
-        chunk = summary.optimizer if policy else summary.others[role]
-        fused = self.job.trainer(role).engine == "megatron"
+        elements = n((summary.optimizer if policy else summary.others[role]).elements, "parameters")
         window = next(
             w.name for w in self.plan.summary.windows if w.name in self.plan.object(f"{role}.moments").consumed
         )
@@ -134,13 +134,15 @@ class Formulas:
             for o in self.plan.summary.objects
             if o.name in {f"{role}.{state}" for state in ("master", "moments", "gradients")}
         )
-        count = self.job.optimizer.in_flight if streamed and fused else 1
+        adam = elements * n(2, "states of Adam's") * self.wide
+        if not streamed:
+            return adam
         several, every = (
-            n(count, "chunks in flight") * n(chunk.elements, "parameters"),
+            n(self.job.optimizer.in_flight, "chunks in flight") * elements,
             self.parameters(role, mine=True),
         )
-        copies = (4 if streamed else 0) + (0 if fused and streamed else 2)
-        return (several if several.value < every.value else every) * n(copies, "states") * self.wide
+        flying = (several if several.value < every.value else every) * n(4, "states") * self.wide
+        return flying + adam if self.job.on_host else flying
 
     def case3(self) -> Formula:
         """Weights that the rollout engine holds in an order of its own."""

@@ -16,11 +16,12 @@ from rollplex.passes.schedule import Call, Schedule, turned
 from rollplex.passes.state import HeldSizes, SizeChoice, StateObject
 from rollplex.passes.update_sizes import (
     chunks_in_flight,
+    flying_bytes_per_element,
     pages,
     reserved_elements,
     resident_bytes,
     state_itemsize,
-    workspace_bytes_per_element,
+    updating_bytes_per_element,
     workspace_name,
 )
 from rollplex.passes.work import shares_tower, trained_parameters, updated_parameters
@@ -231,8 +232,9 @@ class Inventory(WeightRows):
             nbytes = resident_bytes(job, role, parameters)
             yield self._workspace(f"{role}.adam", f"{role} Adam temporaries", nbytes, update)
         if not (self.naive or whole):
-            element = workspace_bytes_per_element(job, role, streamed=True)
+            flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role, True)
             held = self.held_elements if role == job.policy else None
-            nbytes = chunks_in_flight(job, role) * reserved_elements(job, parameters, held) * element
+            elements = reserved_elements(job, parameters, held)
+            nbytes = elements * (chunks_in_flight(job, role) * flying + updating)
             title = "optimizer chunks in flight" if role == job.policy else f"{role} optimizer chunks"
             yield self._workspace(workspace_name(job, role), title, nbytes, update)

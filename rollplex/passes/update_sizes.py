@@ -10,7 +10,10 @@ from rollplex.ir.job_section import MOST_PIECES
 ADAM_TEMPORARIES = 2
 """Elements that torch's Adam allocates for each it updates: numerator and denominator of the step."""
 FOREACH_TEMPORARIES = 1
-"""The same for its foreach implementation, the default on GPUs, over all parameters at once: the root of v alone."""
+"""The same for its foreach implementation, the default on GPUs, over all parameters at once: the root of v alone.
+
+Where decay joins the gradient, a copy of that too.
+"""
 ALIGN = 64
 """Chunks begin at multiples of this many elements, so that vector kernels see the same lanes for any chunk size."""
 MIN_CHUNKS = 64
@@ -32,18 +35,26 @@ def chunk_bytes_per_element(job: Job) -> int:
     return 4 * state_itemsize(job)
 
 
-def workspace_bytes_per_element(job: Job, role: str, streamed: bool) -> int:
-    """What one parameter of a chunk takes in flight: its streamed state, and what torch's Adam allocates."""
-    fused = load_facts(job.trainer(role).engine).overlaps_update
-    temporaries = 0 if fused and streamed else ADAM_TEMPORARIES * state_itemsize(job)
-    return temporaries + (chunk_bytes_per_element(job) if streamed else 0)
+def flying_bytes_per_element(job: Job, streamed: bool) -> int:
+    """What one parameter of each chunk in flight takes: its streamed state; an update in place takes nothing."""
+    return chunk_bytes_per_element(job) if streamed else 0
+
+
+def updating_bytes_per_element(job: Job, role: str, streamed: bool) -> int:
+    """What Adam allocates for one parameter of the chunk that it updates; of those in flight, one is being updated.
+
+    An engine's own kernel, which overlaps with the stream on a GPU, allocates nothing.
+    """
+    fused = streamed and not job.on_host and load_facts(job.trainer(role).engine).overlaps_update
+    return 0 if fused else ADAM_TEMPORARIES * state_itemsize(job)
 
 
 def resident_bytes(job: Job, role: str, parameters: int) -> int:
     """What torch's Adam allocates over a whole resident state; nothing where the update is streamed in chunks."""
     if not job.whole_sequences(role):
         return 0
-    return pages(FOREACH_TEMPORARIES * parameters * state_itemsize(job), job.device.page_bytes)
+    temporaries = FOREACH_TEMPORARIES + job.optimizer.joins_gradient
+    return pages(temporaries * parameters * state_itemsize(job), job.device.page_bytes)
 
 
 def reserved_elements(job: Job, parameters: int, held: int | None = None) -> int:

@@ -167,7 +167,7 @@ class Controller:
             case Ready(facts):
                 self.facts[process] = facts
             case Finished(iteration, report):
-                self.timeline.rest(process, iteration)
+                self.timeline.rest(process, iteration, report.lanes)
                 self.reports[process] = report
             case Answer(_, result):
                 self._answers[process] = result

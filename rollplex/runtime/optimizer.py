@@ -173,29 +173,35 @@ class ChunkedAdam:
             grad = (state.grad[start:stop].to(state.master.dtype)).mul(scale)
             return Workspace(state.master[start:stop], state.exp_avg[start:stop], state.exp_avg_sq[start:stop], grad)
         work = Workspace(*(part[:numel] for part in _parts(workspace)))
-        for into, part in zip(_parts(work), _parts(state), strict=True):
-            into.copy_(part[start:stop])
+        if not _is_view(work, state, start, stop):
+            for into, part in zip(_parts(work), _parts(state), strict=True):
+                into.copy_(part[start:stop], non_blocking=True)
         work.grad.mul_(scale)
         return work
 
     def update(self, work: Workspace, start: int, stop: int, step: int) -> None:
-        """Adam on the workspace, in place; touches neither host state nor snapshot."""
+        """Adam on the workspace, in place; touches neither host state nor snapshot. The workspace's gradient is spent.
+
+        torch's Adam would make a copy of the gradient for a decay that joins it: it is added here, in place.
+        """
         config = self.config
         for decay, low, high in self._stretches(start, stop):
             master, exp_avg, exp_avg_sq, grad = (part[low - start : high - start] for part in _parts(work))
+            amount = config.weight_decay if decay else 0.0
+            if amount and not config.decoupled:
+                grad.add_(master, alpha=amount)
             adam(
                 [master], [grad], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step - 1))],
                 foreach=False, amsgrad=False, beta1=config.betas[0], beta2=config.betas[1], lr=config.lr,
-                weight_decay=config.weight_decay if decay else 0.0, eps=config.eps, maximize=False,
+                weight_decay=amount if config.decoupled else 0.0, eps=config.eps, maximize=False,
                 decoupled_weight_decay=config.decoupled,
             )  # fmt: skip
 
     def store(self, work: Workspace, start: int, stop: int) -> None:
         """Write the state back and the cast master into the snapshot; the gradient is spent."""
-        state = self.state
-        if work.master.data_ptr() != state.master[start:stop].data_ptr():
-            for kept, part in zip(_parts(state)[:3], _parts(work)[:3], strict=True):
-                kept[start:stop].copy_(part)
+        if not _is_view(work, self.state, start, stop):
+            for kept, part in zip(_parts(self.state)[:3], _parts(work)[:3], strict=True):
+                kept[start:stop].copy_(part, non_blocking=True)
         self.publish(work.master, start, stop)
 
     def publish(self, master: torch.Tensor, start: int, stop: int) -> None:
@@ -203,7 +209,7 @@ class ChunkedAdam:
         for slab, low, high in overlaps(self.slabs, start, stop):
             if slab.name in self.snapshot:
                 into = self.snapshot[slab.name][low - slab.offset : high - slab.offset]
-                into.copy_(master[low - start : high - start])
+                into.copy_(master[low - start : high - start], non_blocking=True)
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[bool, int, int]]:
         """Maximal runs of elements with the same weight decay."""
@@ -222,6 +228,11 @@ def overlaps(slabs: Iterable[Slab], start: int, stop: int) -> Iterator[tuple[Sla
 
 def _parts(state: FlatState | Workspace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return state.master, state.exp_avg, state.exp_avg_sq, state.grad
+
+
+def _is_view(work: Workspace, state: FlatState, start: int, stop: int) -> bool:
+    """Whether the workspace is the state itself, updated in place."""
+    return work.master.data_ptr() == state.master[start:stop].data_ptr()
 
 
 def _check_shapes(slabs: Sequence[Slab], state: FlatState, snapshot: Mapping[str, torch.Tensor]) -> None:

@@ -185,6 +185,6 @@ class _Run:
         report.overlap = measured_overlap(timed)
         if self.done:
             report.memory, report.objects = self.memory.windows(self.plan), self.memory.objects(self.plan)
-        write_trace(spans, self.out_dir / "trace.json")
+        write_trace(spans, self.out_dir / "trace.json", controller.timeline.lanes)
         write_report(report, self.out_dir / "report.json")
         draw_curve(report.rewards, self.out_dir / "reward.png", report.reward or "reward")

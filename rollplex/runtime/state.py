@@ -44,8 +44,11 @@ class ProcessState:
 def engine_state(process: ProcessId, plan: Plan, job: Job, link: Link, engine: Engine) -> ProcessState:
     """The state of an engine process before its first iteration: what the plan says is there is produced."""
     there = {o.name for o in plan.summary.objects if o.start == "hbm" and process.kind in (o.process, *o.readers)}
-    updates = {role: StreamedUpdate(job.optimizer, trained) for role, trained in engine.trained().items()}
-    return ProcessState(process, plan.programs[process.kind], link, engine, engine, updates, produced=there)
+    program, options = plan.programs[process.kind], job.optimizer
+    updates = {
+        role: StreamedUpdate(options, trained, program, job.run.silent_s) for role, trained in engine.trained().items()
+    }
+    return ProcessState(process, program, link, engine, engine, updates, produced=there)
 
 
 def take(values: Mapping[str, object], names: Sequence[str]) -> Values:

@@ -1,42 +1,50 @@
-"""Phase P3 of one role on one rank: norm and clipping, Adam chunk by chunk through the workspace, new weights.
+"""Phase P3 of one role on one rank: norm and clipping, Adam chunk by chunk through workspaces, new weights.
 
 gradients  master  moments        where the plan has them: pages, or their slots in the pinned pool
     \\        |       /
-           workspace                     ->  state written back, weights cast into the shared snapshot
+        workspaces                       ->  state written back, weights cast into the shared snapshot
+
+The program has a step for each chunk. A step updates its chunk while the next ones are loaded and those before are
+stored (stream.py): the chunks of the program are known from the start. The last one returns when all are stored.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import TrainedState
+from rollplex.backends.lanes import LaneSpan, ThreadLanes
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job_schema import Optimizer
-from rollplex.ir.steps import Publish, UpdateChunk
-from rollplex.runtime.optimizer import (
-    AdamConfig,
-    ChunkedAdam,
-    FlatState,
-    Workspace,
-    allocate_workspace,
-    clip_scale,
-    flat_layout,
-    global_norm,
-)
+from rollplex.ir.steps import Publish, Step, UpdateChunk
+from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, clip_scale, flat_layout, global_norm
+from rollplex.runtime.stream import UPDATE, ChunkStream, in_place, ring
 
 
 class StreamedUpdate:
-    """The optimizer of one role on one rank; `steps` counts updates, `metrics` are those of the last one."""
+    """The optimizer of one role on one rank; `steps` counts updates, `metrics` are those of the last one.
 
-    def __init__(self, options: Optimizer, trained: TrainedState) -> None:
+    `program` has the chunks of the role; a stage of one that hangs is given up after `patience_s`.
+    """
+
+    def __init__(
+        self, options: Optimizer, trained: TrainedState, program: Iterable[Step], patience_s: float = 60.0
+    ) -> None:
         self.options = options
         self.trained = trained
-        self.slabs = flat_layout(trained.sizes)
+        self.slabs = flat_layout(trained.sizes, decay=lambda name: name not in trained.undecayed)
         self.numel = self.slabs[-1].stop
         self.steps = 0
         self.metrics: dict[str, float] = {}
+        self.spans: tuple[LaneSpan, ...] = ()
+        own = (step for step in program if isinstance(step, UpdateChunk) and step.role == trained.role)
+        self._chunks = [(step.start, step.stop) for step in own]
+        self._patience_s = patience_s
         self._scale = 1.0
+        self._stream: ChunkStream | None = None
         self._covered: list[tuple[int, int]] = []
 
     def state(self) -> FlatState:
@@ -53,13 +61,15 @@ class StreamedUpdate:
         return norm
 
     def chunk(self, step: UpdateChunk) -> None:
-        """Update elements [start, stop) and write them into the snapshot."""
-        if not self._covered:
+        """Update elements [start, stop) and write them into the snapshot; the workspaces go with the last chunk."""
+        if self._stream is None:
             self.steps += 1
+            self._stream = self._begin(step)
+        self._stream.update(step.index)
         self._covered.append((step.start, step.stop))
-        state = self.state()
-        workspace = self._workspace(step, state)
-        self._adam(state).step([(step.start, step.stop)], self.steps, self._scale, workspace)
+        if self._stream.done:
+            self.spans = self._stream.spans()
+            self._stream = None
 
     def publish(self, step: Publish) -> None:
         """EngineError unless the chunks of this step cover the parameters exactly once."""
@@ -86,14 +96,15 @@ class StreamedUpdate:
         both = self.trained.current("moments")
         return both[: self.numel], both[self.numel : 2 * self.numel]
 
-    def _adam(self, state: FlatState) -> ChunkedAdam:
-        options = self.options
-        config = AdamConfig(options.lr, options.betas, options.eps, options.weight_decay)
-        return ChunkedAdam(config, self.slabs, state, self.trained.weights)
-
-    def _workspace(self, step: UpdateChunk, state: FlatState) -> Workspace:
-        """Room of the chunk's own for state that is streamed, the state itself where it is resident."""
-        if step.streams:
-            return allocate_workspace(step.stop - step.start, self.trained.dtype)
-        parts = (state.master, state.exp_avg, state.exp_avg_sq, state.grad)
-        return Workspace(*(part[step.start : step.stop] for part in parts))
+    def _begin(self, step: UpdateChunk) -> ChunkStream:
+        """A new update: room of its own for state that is streamed, the state itself where it is resident."""
+        options, state = self.options, self.state()
+        decoupled = options.kind == "adamw"
+        config = AdamConfig(options.lr, options.betas, options.eps, options.weight_decay, decoupled)
+        adam = ChunkedAdam(config, self.slabs, state, self.trained.weights)
+        streamed = ring(self._chunks, options.in_flight, self.trained.dtype) if step.streams else None
+        lanes = ThreadLanes(UPDATE, self._patience_s)
+        return ChunkStream(
+            adam, self._chunks, streamed or in_place(state, self._chunks), lanes, self.steps, self._scale,
+            self.trained.role,
+        )  # fmt: skip

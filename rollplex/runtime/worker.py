@@ -118,8 +118,10 @@ def _obey(link: ChildLink, state: ProcessState) -> bool:
 
 def _report(state: ProcessState) -> EngineReport:
     report = state.memory.finish()
-    measured = [update.metrics for update in state.updates.values()]
-    return replace(report, metrics=dict(ChainMap({}, report.metrics, *measured)))
+    updates = state.updates.values()
+    lanes = tuple(span for update in updates for span in update.spans)
+    metrics = dict(ChainMap({}, report.metrics, *(update.metrics for update in updates)))
+    return replace(report, metrics=metrics, lanes=lanes)
 
 
 def _digests(state: ProcessState) -> dict[str, str]:

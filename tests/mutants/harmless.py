@@ -33,7 +33,7 @@ infeasible\.remedies\.\*\.(change|frees_bytes|costs_s|costs_share|verified)
 infeasible\.remedies(\.\*)?""",
     "read by a run or a solver, not by a plan": r"""job\.run(\..*)?
 job\.solver\..*
-job\.optimizer\.(lr|betas(\.\*)?|eps|weight_decay|clip_norm)
+job\.optimizer\.(kind|lr|betas(\.\*)?|eps|weight_decay|no_decay(\.\*)?|clip_norm)
 job\.algorithm(\..*)?""",
     "the job's predicted seconds rest on it": r"""job\.cluster\.(internode_gb_s|gpu)
 job\.workload\.(prompt_median|response_median)

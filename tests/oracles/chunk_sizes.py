@@ -48,15 +48,16 @@ def worth(data: Data, sizes: Sizes) -> dict[str, int]:
     """The objectives of legal sizes."""
     flying = min(data.in_flight, sizes.count) if data.in_flight * sizes.units > data.units else data.in_flight
     units = min(flying * sizes.units, data.in_flight * sizes.units, sizes.count * sizes.units)
+    workspace = units * data.element_bytes + sizes.units * data.updating_bytes
     over = 0
     for w, room in data.room.items():
         chosen = next(c for c in data.choices if c.responses == sizes.step)
         live = sum(chosen.nbytes[name] for name, windows in data.alive.items() if w in windows)
-        live += units * ALIGN * data.element_bytes if w == data.update_window else 0
+        live += workspace * ALIGN if w == data.update_window else 0
         over += max(0, live - room)
     picoseconds = sizes.units * ALIGN * data.ps_per_element + LAUNCH_US * 10**6
     update = -(-picoseconds // 10**6) * (sizes.count + data.in_flight - 1)
-    return dict(zip(OBJECTIVES, (over, data.group // sizes.step, update, units), strict=True))
+    return dict(zip(OBJECTIVES, (over, data.group // sizes.step, update, workspace), strict=True))
 
 
 def all_sizes(data: Data) -> Iterator[Sizes]:
@@ -90,6 +91,7 @@ def instances(draw: st.DrawFn) -> Instance:
         parameters=parameters,
         in_flight=draw(st.integers(1, 3)),
         element_bytes=draw(st.sampled_from([4, 8, 16])),
+        updating_bytes=draw(st.sampled_from([0, 8])),
         room={w: draw(st.integers(-500, 50_000)) for w in WINDOWS},
         choices=choices,
         alive=alive,

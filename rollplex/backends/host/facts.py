@@ -22,7 +22,7 @@ class HostFacts:
     runs: bool = True
     on_cpu: bool = True
     whole_sequences: bool = False
-    overlaps_update: bool = False
+    overlaps_update: bool = True
     transposed: frozenset[str] = frozenset({"o", "down"})
     split_views: frozenset[str] = frozenset({"gate_up"})
     fuses: frozenset[str] = frozenset()

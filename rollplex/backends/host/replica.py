@@ -59,6 +59,9 @@ class Replica:
     def counted(self, name: str) -> bool:
         return True
 
+    def sources(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
     def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
         return boundary_shape(config_of(self.job, self.role), prefix_tokens)
 

@@ -61,6 +61,9 @@ class Replica:
     def counted(self, name: str) -> bool:
         return any(p.name == name for p in self._rank.counted)
 
+    def sources(self, name: str) -> tuple[str, ...]:
+        return tuple(piece.source for p in self._rank.trained if p.name == name for piece in p.pieces)
+
     def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
         return self._rank.boundary_shape(prefix_tokens)
 

@@ -28,6 +28,7 @@ from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
 from rollplex.backends.training.refresh import REFRESH, START_S, copies
 from rollplex.backends.training.saved import ALIGN, SavedPolicy
+from rollplex.ir.decay import decays
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
@@ -103,9 +104,9 @@ class TrainEngine:
         model = self._replicas[role]
         weights = {name: model.weights[name] for name, _ in model.trained}
         counted = frozenset(name for name, _ in model.trained if model.counted(name))
-        current = partial(self._state, role)
+        current, undecayed = partial(self._state, role), self._undecayed(model)
         return TrainedState(
-            role, self._label(role), model.trained, self.state_dtype, weights, current, counted, self._sums
+            role, self._label(role), model.trained, self.state_dtype, weights, current, undecayed, counted, self._sums
         )
 
     def begin(self, iteration: int) -> None:
@@ -284,6 +285,11 @@ class TrainEngine:
             for part, name in replica.objects.items():
                 if role != self.role and role_of(name) == role:
                     self._objects.keep(name, replica.initial(part))
+
+    def _undecayed(self, model: RoleModel) -> frozenset[str]:
+        """Trained parameters whose tensors the job's patterns name: all of a parameter's, or none (ir/decay.py)."""
+        left = self.job.optimizer.no_decay
+        return frozenset(n for n, _ in model.trained if not all(decays(s, left) for s in model.sources(n)))
 
     def _sums(self, own: float) -> list[float]:
         """What every rank of the tensor-parallel group has counted."""

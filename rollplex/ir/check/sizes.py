@@ -206,17 +206,23 @@ class Sizes:
         return 2 * self.updated(role) * state_itemsize(self.facts)
 
     def adam(self, role: str) -> int:
-        """What Adam allocates over a state that is resident as a whole."""
-        return FOREACH_TEMPORARIES * self.updated(role) * state_itemsize(self.facts)
+        """What Adam allocates over a resident state: a copy of the gradient too, where decay joins it."""
+        return (
+            (FOREACH_TEMPORARIES + self.job.optimizer.joins_gradient) * self.updated(role) * state_itemsize(self.facts)
+        )
 
     def chunks(self, role: str) -> int:
-        """Chunks in flight: gradient, master weight and moments of each, where any of them comes over the link."""
+        """Chunks in flight: gradient, master weight and moments of each, where any of them comes over the link.
+
+        Beside them what Adam allocates for the one that it updates; a GPU engine's kernel in a stream does without.
+        """
         chunks = [at.step for at in self.facts.steps() if isinstance(at.step, UpdateChunk) and at.step.role == role]
         streamed, overlaps = any(c.streams for c in chunks), self._engine(role).overlaps_update
-        flying = self.job.optimizer.in_flight if streamed and overlaps else 1
-        each = (0 if streamed and overlaps else ADAM_TEMPORARIES) + (4 if streamed else 0)
-        elements = min(flying * self.facts.plan.summary.chunks.of(role).elements, self.updated(role))
-        return elements * each * state_itemsize(self.facts)
+        elements = self.facts.plan.summary.chunks.of(role).elements
+        flying = min((self.job.optimizer.in_flight if overlaps else 1) * elements, self.updated(role))
+        updating = 0 if streamed and overlaps and not self.job.on_host else elements
+        states = (4 * flying if streamed else 0) + ADAM_TEMPORARIES * updating
+        return states * state_itemsize(self.facts)
 
 
 OF_PROCESSES: dict[str, Callable[[Sizes], int]] = {

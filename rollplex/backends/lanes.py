@@ -1,0 +1,159 @@
+"""Work that overlaps, on named lanes, in order on each of them: threads on a host, streams and events on a GPU.
+
+    load     |-- 1 --|-- 2 --|-- 3 --|                   loaded = lanes.run("load", "load of chunk 1", work)
+    update           |-- 1 --|-- 2 --|-- 3 --|           updated = lanes.run("update", .., after=[loaded])
+    store                    |-- 1 --|-- 2 --|-- 3 --|   lanes.run("store", .., after=[updated])
+
+wait                          ended by                                  gives up
+a lane, for `after`           the work of the other lane, or its error  after `patience_s`
+the caller, in `wait`         the same                                  after `patience_s`
+An error of any work ends all work after it, and is raised at the caller's next call: it names the work.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollplex.ir.errors import EngineError, Problem, RollplexError
+
+_TICK_S = 0.2
+_HINT = "look at the log of this process; the weights that were published last are whole, those in memory are not"
+
+
+@dataclass(frozen=True)
+class LaneSpan:
+    """Work of a lane, for the trace; CLOCK_MONOTONIC nanoseconds."""
+
+    lane: str
+    text: str
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass
+class Event:
+    """The end of some work that comes behind `after`; `failed` is why there is no result."""
+
+    text: str
+    after: Sequence[Event] = ()
+    over: threading.Event = field(default_factory=threading.Event)
+    failed: EngineError | None = None
+
+    def late(self) -> Event:
+        """What it comes down to when this is not over: the first work that waits for nothing else."""
+        return next((a.late() for a in self.after if not a.over.is_set()), self)
+
+
+class Lanes(Protocol):
+    """What overlapping work needs of a device. On a GPU a lane is a stream, an event is recorded behind the work."""
+
+    def run(self, lane: str, text: str, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
+        """Do work on a lane, behind what the lane has and behind `after`; raises what earlier work raised."""
+        ...
+
+    def wait(self, events: Sequence[Event]) -> None:
+        """Block until all are over; EngineError of the first that failed."""
+        ...
+
+    def spans(self) -> tuple[LaneSpan, ...]:
+        """What ran when."""
+        ...
+
+    def close(self) -> None:
+        """No more work: threads end with what they are doing."""
+        ...
+
+
+class ThreadLanes:
+    """`Lanes` of a host: `own` runs in the thread that calls, every other lane in a thread of its own.
+
+    Threads are daemons: one that hangs does not keep the process from ending.
+    """
+
+    def __init__(self, own: str, patience_s: float) -> None:
+        self._own, self._patience_s = own, patience_s
+        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._last: dict[str, Event] = {}
+        self._spans: list[LaneSpan] = []
+        self._failed: EngineError | None = None
+
+    def run(self, lane: str, text: str, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
+        self._refuse_failed()
+        before = [self._last[lane]] if lane in self._last else []
+        event = self._last[lane] = Event(text, [*before, *after])
+        if lane == self._own:
+            self._do(lane, event, work)
+            self._refuse_failed()
+        else:
+            self._queue(lane).put(lambda: self._do(lane, event, work))
+        return event
+
+    def wait(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._until(event)
+            if event.failed:
+                raise event.failed
+
+    def spans(self) -> tuple[LaneSpan, ...]:
+        return tuple(self._spans)
+
+    def close(self) -> None:
+        for waiting in self._queues.values():
+            waiting.put(None)
+        self._queues.clear()
+
+    def _queue(self, lane: str) -> queue.SimpleQueue[Callable[[], None] | None]:
+        if lane not in self._queues:
+            made = self._queues[lane] = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(made,), name=f"lane {lane}", daemon=True).start()
+        return self._queues[lane]
+
+    def _do(self, lane: str, event: Event, work: Callable[[], None]) -> None:
+        """The work, or the error of what it waits for; the event is over in any case, and knows no others any more."""
+        try:
+            self.wait(event.after)
+            start_ns = time.monotonic_ns()
+            event.failed = _done(event.text, work)
+            self._spans.append(LaneSpan(lane, event.text, start_ns, time.monotonic_ns()))
+        except EngineError as err:
+            event.failed = err
+        self._failed = self._failed or event.failed
+        event.after = ()
+        event.over.set()
+
+    def _until(self, event: Event) -> None:
+        """Looks are counted, not the clock: a laptop that sleeps is nobody's fault."""
+        for _ in range(max(1, round(self._patience_s / _TICK_S))):
+            if event.over.wait(_TICK_S):
+                return
+        what = f"{event.late().text} has not ended for {self._patience_s:g} s"
+        raise EngineError(what, where="optimizer", hint=_HINT)
+
+    def _refuse_failed(self) -> None:
+        if self._failed:
+            raise self._failed
+
+
+def _serve(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """A lane's thread: one piece of work after another, until `close`."""
+    while (work := waiting.get()) is not None:
+        work()
+
+
+def _done(text: str, work: Callable[[], None]) -> EngineError | None:
+    """Do it; an error of it with the work's name. A bug of ours leaves its traceback in the process' log."""
+    try:
+        work()
+        return None
+    except RollplexError as err:
+        placed = ((f"{p.where}: {p.what}" if p.where else p.what, p.hint or _HINT) for p in err.problems)
+        return EngineError(*(Problem(f"{text}: {what}", "optimizer", hint) for what, hint in placed))
+    except Exception as err:
+        traceback.print_exception(err)
+        return EngineError(f"{text}: {type(err).__name__}: {err}", where="optimizer", hint=_HINT)
