@@ -304,7 +304,7 @@ def test_a_job_that_cannot_work_is_refused_before_anything_is_planned(case: str,
             "no repeated KV heads on cpu: 4 ranks, 2 KV heads\n    try: at most 2",
         ),
         ("{pipeline_parallel: 2}", "no pipeline_parallel on cpu\n    try: leave it out"),
-        ("{distributed_optimizer: true}", "no distributed_optimizer on cpu\n    try: leave it out"),
+        ("{context_parallel: 2}", "no context_parallel on cpu\n    try: leave it out"),
         ("{}\n    recompute: selective", "no recompute selective on cpu\n    try: none or full"),
     ],
 )

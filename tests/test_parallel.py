@@ -94,9 +94,9 @@ def test_degrees_that_cannot_be_are_refused(case: str, tmp_path: Path) -> None:
     assert message in str(refusal(tmp_path, four_nodes, *overrides))
 
 
-def test_the_host_engine_trains_on_one_rank() -> None:
-    with pytest.raises(JobError, match="engine host has no distributed_optimizer: it trains on one rank"):
-        load_job("examples/jobs/shapes_host.yaml", [TRAIN + "distributed_optimizer=true"])
+def test_the_host_engine_trains_whole_models() -> None:
+    with pytest.raises(JobError, match="engine host has no pipeline_parallel: it trains whole models"):
+        load_job("examples/jobs/shapes_host.yaml", [TRAIN + "pipeline_parallel=2"])
 
 
 def test_make_vocab_size_divisible_by_64_agrees_at_tp8(tmp_path: Path) -> None:

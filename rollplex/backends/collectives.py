@@ -1,7 +1,7 @@
 """Groups of ranks that meet in collectives: gloo between the processes of one machine.
 
 tp   ranks of one copy of the model, or of one rollout engine          parts of every tensor
-dp   the same part in every copy                                       gradients are reduced
+dp   the same part in every copy                                       gradients are reduced, shares sent around
 q    training ranks whose slabs make up one rollout shard              slabs are gathered, in place
 
 pair the training and the rollout process of one GPU                   new weights go into the rollout engine's own copy
@@ -68,6 +68,10 @@ class Groups:
                         members[name], groups[name] = tuple(group), made
         return cls(rank, members, groups)
 
+    def size(self, name: str) -> int:
+        """Ranks of the group."""
+        return len(self.members.get(name, (self.rank,)))
+
     def place(self, name: str) -> int:
         """This rank's number in the group."""
         return self.members.get(name, (self.rank,)).index(self.rank)
@@ -77,6 +81,18 @@ class Groups:
         if name in self._groups:
             with _waiting(f"{name} group {self.members[name]}"):
                 dist.all_reduce(values, group=self._groups[name])
+
+    def reduce(self, name: str, values: torch.Tensor, owner: int) -> None:
+        """Sum over the group on its rank number `owner`, in place; what the others have afterwards is undefined."""
+        if name in self._groups:
+            with _waiting(f"{name} group {self.members[name]}"):
+                dist.reduce(values, group=self._groups[name], group_dst=owner)
+
+    def broadcast(self, name: str, values: torch.Tensor, owner: int) -> None:
+        """The values of the group's rank number `owner` to all, in place."""
+        if name in self._groups:
+            with _waiting(f"{name} group {self.members[name]}"):
+                dist.broadcast(values, group=self._groups[name], group_src=owner)
 
     def all_gather(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """The last dim of all ranks' values, one behind the other in the order of the group."""

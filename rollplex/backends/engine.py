@@ -40,16 +40,18 @@ class EngineReport:
 class TrainedState:
     """What the runtime's optimizer works on: one role's trained parameters in their flat order, and where they lie.
 
-    `current(name)` is gradients, master or moments as one flat tensor of `dtype`, wherever the plan has it now (it may
-    be longer than needed: pages). `weights[name]` are the parameters that engines read: there a cast result goes.
-    `undecayed` are parameters that weight decay leaves alone, `counted` those whose gradient this rank counts in the
-    norm; `sums(x)` are the x of all ranks that hold parts of one model. `label` stands before the names of the role's
-    metrics: nothing for the policy, `critic_`.
+    Of the flat order this rank updates the elements `share`: of master and moments it has no others. `current(name)` is
+    gradients, master or moments as one flat tensor of `dtype`, wherever the plan has it now (it may be longer than
+    needed: pages). `weights[name]` are the parameters that engines read: there a cast result goes. `undecayed` are
+    parameters that weight decay leaves alone, `counted` those whose gradient this rank counts in the norm; `sums(x)`
+    are the x of all ranks that count parts of one model. `label` stands before the names of the role's metrics: nothing
+    for the policy, `critic_`.
     """
 
     role: str
     label: str
     sizes: tuple[tuple[str, int], ...]
+    share: range
     dtype: torch.dtype
     weights: Mapping[str, Tensor]
     current: Callable[[str], Tensor]

@@ -74,8 +74,8 @@ class RoleModel(Protocol):
         """Give the policy's weights on this rank their initial values, where they lie."""
         ...
 
-    def fill_master(self, flat: Tensor) -> None:
-        """Give the master copy of `trained` its initial values, end to end."""
+    def fill_master(self, masters: Mapping[str, Tensor]) -> None:
+        """Give the master copies of these trained parameters, each flat and whole, their initial values."""
         ...
 
     def initial(self, part: Part) -> Tensor:

@@ -48,7 +48,8 @@ class Train(Parallel):
         default=1, description="ranks that the experts are dealt out to, among the data x context parallel ones"
     )
     distributed_optimizer: bool = Field(
-        default=False, description="megatron: cut master weights and moments over the data x context parallel ranks"
+        default=False,
+        description="megatron, host: cut master weights and moments over the data x context parallel ranks",
     )
     zero: Annotated[int, Field(ge=0, le=3)] | None = Field(
         default=None,

@@ -163,12 +163,12 @@ def _padded(rows: int, multiple: int) -> int:
 
 
 def _host(job: Job, path: KeyPath, section: Train) -> Iterator[Finding]:
-    """The host engine is one training rank."""
+    """Every rank of the host engine trains a whole model."""
     if section.engine != "host":
         return
-    for key in ("pipeline_parallel", *_STAGES, "context_parallel", "expert_parallel", "distributed_optimizer"):
+    for key in ("pipeline_parallel", *_STAGES, "context_parallel", "expert_parallel"):
         if getattr(section, key) != type(section).model_fields[key].default:
-            yield Finding((*path, key), f"engine host has no {key}: it trains on one rank", "leave it out")
+            yield Finding((*path, key), f"engine host has no {key}: it trains whole models", "leave it out")
     role = job.roles[str(path[1])]
     for key, value, hint in (("recompute", "selective", "none or full"), ("attention", "unfused", "flash")):
         if getattr(role, key) == value:
@@ -179,7 +179,7 @@ def _megatron_on_cpu(job: Job, path: KeyPath, section: Train) -> Iterator[Findin
     """What the megatron backend does not run yet as CPU processes."""
     if section.engine != "megatron" or not job.on_host:
         return
-    for key in ("pipeline_parallel", "context_parallel", "expert_parallel", "distributed_optimizer"):
+    for key in ("pipeline_parallel", "context_parallel", "expert_parallel"):
         if getattr(section, key) != type(section).model_fields[key].default:
             yield Finding((*path, key), f"engine megatron has no {key} on cpu", "leave it out", (("cluster", "gpu"),))
     if section.sequence_parallel and section.tensor_parallel > 1:

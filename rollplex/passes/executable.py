@@ -74,10 +74,13 @@ def _of_calls(schedule: Schedule) -> Iterator[str]:
 
 
 def unrun_features(job: Job, role: str) -> tuple[str, ...]:
-    """Features of a role's trainer that no runtime has, whatever its engine."""
+    """Features of a role's trainer that no runtime has, or none on GPUs, whatever its engine."""
     section, part = job.trainer(role), job.roles[role]
     degrees = ("pipeline_parallel", "context_parallel", "expert_parallel")
     found = [f"{name} {getattr(section, name)}" for name in degrees if getattr(section, name) > 1]
-    switches = {"distributed_optimizer": section.distributed_optimizer, "lora": part.lora is not None}
+    switches = {
+        "distributed_optimizer": section.distributed_optimizer and not job.on_host,
+        "lora": part.lora is not None,
+    }
     switches |= {"recompute selective": part.recompute == "selective", "attention unfused": part.attention == "unfused"}
     return (*found, *(name for name, on in switches.items() if on))

@@ -20,7 +20,16 @@ from rollplex.backends.lanes import LaneSpan, ThreadLanes
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job_schema import Optimizer
 from rollplex.ir.steps import Publish, Step, UpdateChunk
-from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, clip_scale, flat_layout, global_norm
+from rollplex.runtime.optimizer import (
+    AdamConfig,
+    ChunkedAdam,
+    FlatState,
+    Slab,
+    clip_scale,
+    flat_layout,
+    global_norm,
+    overlaps,
+)
 from rollplex.runtime.stream import UPDATE, ChunkStream, in_place, ring
 
 
@@ -35,13 +44,14 @@ class StreamedUpdate:
     ) -> None:
         self.options = options
         self.trained = trained
-        self.slabs = flat_layout(trained.sizes, decay=lambda name: name not in trained.undecayed)
-        self.numel = self.slabs[-1].stop
+        whole = flat_layout(trained.sizes, decay=lambda name: name not in trained.undecayed)
+        self.slabs, self._snapshot = _share(whole, trained)
+        self.numel = len(trained.share)
         self.steps = 0
         self.metrics: dict[str, float] = {}
         self.spans: tuple[LaneSpan, ...] = ()
         own = (step for step in program if isinstance(step, UpdateChunk) and step.role == trained.role)
-        self._chunks = [(step.start, step.stop) for step in own]
+        self._chunks = [self._clipped(step) for step in own]
         self._patience_s = patience_s
         self._scale = 1.0
         self._stream: ChunkStream | None = None
@@ -49,12 +59,14 @@ class StreamedUpdate:
 
     def state(self) -> FlatState:
         """Master, moments and gradient where they are now."""
-        return FlatState(self._flat("master"), *self._moments(), self._flat("gradients"))
+        share = self.trained.share
+        gradients = self.trained.current("gradients")[share.start : share.stop]
+        return FlatState(self._flat("master"), *self._moments(), gradients)
 
     def norm(self, scale: float = 1.0) -> float:
         """The global norm of the gradient, which is `scale` times what lies there; every chunk scales and clips it."""
         counted = [slab for slab in self.slabs if slab.name in self.trained.counted]
-        norm = scale * global_norm(self._flat("gradients"), counted, self.trained.sums)
+        norm = scale * global_norm(self.state().grad, counted, self.trained.sums)
         clip, label = clip_scale(norm, self.options.clip_norm), self.trained.label
         self._scale = scale * clip
         self.metrics = {f"{label}grad_norm": norm, f"{label}clip_scale": clip}
@@ -66,7 +78,7 @@ class StreamedUpdate:
             self.steps += 1
             self._stream = self._begin(step)
         self._stream.update(step.index)
-        self._covered.append((step.start, step.stop))
+        self._covered.append(self._clipped(step))
         if self._stream.done:
             self.spans = self._stream.spans()
             self._stream = None
@@ -84,10 +96,15 @@ class StreamedUpdate:
         self._covered.clear()
 
     def digests(self) -> dict[str, str]:
-        """sha256 of master weights and moments."""
+        """sha256 of master weights and moments; of a share, with its elements in the flat order."""
         first, second = self._moments()
-        parts = {"master": self._flat("master"), "exp_avg": first, "exp_avg_sq": second}
-        return {f"{self.trained.role}.{name}": digest(part) for name, part in parts.items()}
+        parts, share = {"master": self._flat("master"), "exp_avg": first, "exp_avg_sq": second}, self.trained.share
+        cut = "" if self.numel == sum(n for _, n in self.trained.sizes) else f"[{share.start}:{share.stop}]"
+        return {f"{self.trained.role}.{name}{cut}": digest(part) for name, part in parts.items()}
+
+    def _clipped(self, step: UpdateChunk) -> tuple[int, int]:
+        """The last share may be shorter than those that the plan has chunks for."""
+        return min(step.start, self.numel), min(step.stop, self.numel)
 
     def _flat(self, name: str) -> Tensor:
         return self.trained.current(name)[: self.numel]
@@ -101,10 +118,19 @@ class StreamedUpdate:
         options, state = self.options, self.state()
         decoupled = options.kind == "adamw"
         config = AdamConfig(options.lr, options.betas, options.eps, options.weight_decay, decoupled)
-        adam = ChunkedAdam(config, self.slabs, state, self.trained.weights)
+        adam = ChunkedAdam(config, self.slabs, state, self._snapshot)
         streamed = ring(self._chunks, options.in_flight, self.trained.dtype) if step.streams else None
         lanes = ThreadLanes(UPDATE, self._patience_s)
         return ChunkStream(
             adam, self._chunks, streamed or in_place(state, self._chunks), lanes, self.steps, self._scale,
             self.trained.role,
         )  # fmt: skip
+
+
+def _share(whole: Iterable[Slab], trained: TrainedState) -> tuple[tuple[Slab, ...], dict[str, Tensor]]:
+    """The parameters that a rank updates, in whole or in part, and the weights that they are cast into."""
+    slabs, snapshot, share = [], {}, trained.share
+    for slab, low, high in overlaps(whole, share.start, share.stop):
+        slabs.append(Slab(slab.name, high - low, low - share.start, slab.decay))
+        snapshot[slab.name] = trained.weights[slab.name].detach().view(-1)[low - slab.offset : high - slab.offset]
+    return tuple(slabs), snapshot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -91,8 +91,8 @@ class Replica:
     def fill(self) -> None:
         fill(self.weights, self.job, self.role)
 
-    def fill_master(self, flat: Tensor) -> None:
-        fill(split(flat, trained_tensors(self.job, self.role)), self.job, self.role)
+    def fill_master(self, masters: Mapping[str, Tensor]) -> None:
+        fill({name: flat.view(self.weights[name].shape) for name, flat in masters.items()}, self.job, self.role)
 
     def initial(self, part: Part) -> Tensor:
         flat = torch.empty(sum(t.numel for t in tensors_of(self.job, self.role, part)), dtype=self.dtype)

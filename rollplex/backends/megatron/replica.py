@@ -97,8 +97,9 @@ class Replica:
         if self._buffer is not None:
             self.rebuild(self._buffer)
 
-    def fill_master(self, flat: Tensor) -> None:
-        self._initialise(self._rank.trained, memory.views(flat, self._rank.trained))
+    def fill_master(self, masters: Mapping[str, Tensor]) -> None:
+        order = [p for p in self._rank.trained if p.name in masters]
+        self._initialise(order, {p.name: masters[p.name].view(p.shape) for p in order})
 
     def initial(self, part: Part) -> Tensor:
         order = self._rank.of(part)

@@ -23,11 +23,13 @@ from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.memory.planned import IDLE, PlannedObjects
 from rollplex.backends.rolemodel import Prefix, RoleModel
+from rollplex.backends.training import shares
 from rollplex.backends.training.boundary import boundary_leaf
 from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
 from rollplex.backends.training.refresh import REFRESH, START_S, copies
 from rollplex.backends.training.saved import ALIGN, SavedPolicy
+from rollplex.backends.training.shares import DP
 from rollplex.ir.decay import decays
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
@@ -76,6 +78,7 @@ class TrainEngine:
         for role in job.trained:
             self._replicas[role].accumulate(self._objects.pages(f"{role}.gradients", self.state_dtype))
         self._objects.start()
+        self._shares = {role: self._cut(role) for role in job.trained}
         self._fill()
 
     # ---- the life of an engine
@@ -106,8 +109,9 @@ class TrainEngine:
         counted = frozenset(name for name, _ in model.trained if model.counted(name))
         current, undecayed = partial(self._state, role), self._undecayed(model)
         return TrainedState(
-            role, self._label(role), model.trained, self.state_dtype, weights, current, undecayed, counted, self._sums
-        )
+            role, self._label(role), model.trained, self._own(role), self.state_dtype, weights, current, undecayed,
+            counted, partial(self._sums, role),
+        )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
         self._groups = {m: Group() for m in range(self.job.prompts_per_rank)}
@@ -161,17 +165,24 @@ class TrainEngine:
     def exchange(self, step: Exchange) -> None:
         """Gradients of all data-parallel ranks are summed: each has its prompts' part of the step's loss.
 
-        Slabs of a rollout shard are gathered from the ranks that own them; a copy of the rollout engine's own is
-        written over.
+        Where each rank updates a share, it receives the sums of that, and all receive its new weights. Slabs of a
+        rollout shard are gathered from the ranks that own them; a copy of the rollout engine's own is written over.
         """
-        if step.group == REFRESH:
-            return self._refresh(step.object, step.nbytes)
-        model = self._replicas[role_of(step.object)]
-        if (step.group, step.op) == ("q", "all_gather"):
-            return model.exchange(self._ranks)
-        assert (step.group, step.op) == ("dp", "all_reduce"), f"nobody plans {step}"
-        trained = sum(numel for _, numel in model.trained)
-        self._ranks.all_reduce("dp", self._objects.current(step.object, self.state_dtype)[:trained])
+        role = role_of(step.object)
+        model, cut = self._replicas[role], self._shares[role]
+        match step.group, step.op:
+            case "refresh", "all_gather":
+                self._refresh(step.object, step.nbytes)
+            case "q", "all_gather":
+                model.exchange(self._ranks)
+            case "dp", "all_reduce":
+                self._ranks.all_reduce(DP, self._gradients(role))
+            case "dp", "reduce_scatter":
+                shares.reduce_scatter(self._ranks, self._gradients(role), cut)
+            case "dp", "all_gather":
+                shares.all_gather(self._ranks, model.trained, model.weights, cut)
+            case _:
+                raise AssertionError(f"nobody plans {step}")
 
     def _refresh(self, name: str, nbytes: int) -> None:
         self._pair.copy(self._objects.pages(name, torch.uint8)[:nbytes])
@@ -270,6 +281,17 @@ class TrainEngine:
         """What stands before the names of a role's metrics."""
         return "" if role == self.role else f"{role}_"
 
+    def _cut(self, role: str) -> tuple[range, ...]:
+        """What each data-parallel rank updates of a role: a share, or everything."""
+        replicas, numel = self._ranks.size(DP), sum(n for _, n in self._replicas[role].trained)
+        return shares.shares_of(numel, replicas) if self.job.cuts_optimizer(role) else (range(numel),) * replicas
+
+    def _own(self, role: str) -> range:
+        return self._shares[role][self._ranks.place(DP)]
+
+    def _gradients(self, role: str) -> Tensor:
+        return self._state(role, "gradients")[: self._shares[role][-1].stop]
+
     def _state(self, role: str, name: str) -> Tensor:
         """A role's gradients, master or moments where they are now."""
         return self._objects.current(f"{role}.{name}", self.state_dtype)
@@ -278,7 +300,8 @@ class TrainEngine:
         """Initial values: master copies, zero moments, and the weights of every role where the plan has them."""
         self._replicas[self.role].fill()
         for role in self.job.trained:
-            self._replicas[role].fill_master(self._state(role, "master"))
+            model = self._replicas[role]
+            shares.fill_share(model.trained, self._own(role), self._state(role, "master"), model.fill_master)
             self._state(role, "moments").zero_()
             self._objects.filled(f"{role}.master", f"{role}.moments")
         for role, replica in self._replicas.items():
@@ -291,6 +314,9 @@ class TrainEngine:
         left = self.job.optimizer.no_decay
         return frozenset(n for n, _ in model.trained if not all(decays(s, left) for s in model.sources(n)))
 
-    def _sums(self, own: float) -> list[float]:
-        """What every rank of the tensor-parallel group has counted."""
-        return self._ranks.all_gather("tp", torch.tensor([own], dtype=torch.float64)).tolist()
+    def _sums(self, role: str, own: float) -> list[float]:
+        """What every rank of one copy of the model has counted; of all copies, where each updates a share."""
+        found = torch.tensor([own], dtype=torch.float64)
+        if self._shares[role][0] != self._shares[role][-1]:
+            found = self._ranks.all_gather(DP, found)
+        return self._ranks.all_gather("tp", found).tolist()

@@ -1,0 +1,80 @@
+"""ZeRO-1: every data-parallel rank updates a share of the flat parameters and sends its new weights to the others.
+
+flat order    |embed.........|q......|k..|v..|o.......|..      gradients of all prompts are summed where they are owned
+shares        [  of rank 0        )[  of rank 1          )     a boundary may fall anywhere, the last may be shorter
+weights       each rank's elements are sent from where they lie to where they lie: nothing is copied in between
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from rollplex.backends.collectives import Groups
+
+Sizes = Sequence[tuple[str, int]]
+"""Names of parameters and their elements, in the flat order."""
+DP = "dp"
+
+
+def shares_of(numel: int, ranks: int) -> tuple[range, ...]:
+    """The elements that each rank updates: as the plan has it, equal but for the last."""
+    size = -(-numel // ranks)
+    return tuple(range(min(r * size, numel), min((r + 1) * size, numel)) for r in range(ranks))
+
+
+def parts(sizes: Sizes, share: range) -> Iterator[tuple[str, range, int]]:
+    """Of each parameter that a share meets: its name, which of its own elements, and where they lie in the share."""
+    at = 0
+    for name, numel in sizes:
+        low, high = max(share.start, at), min(share.stop, at + numel)
+        if low < high:
+            yield name, range(low - at, high - at), low - share.start
+        at += numel
+
+
+def reduce_scatter(groups: Groups, flat: Tensor, shares: Sequence[range]) -> None:
+    """Sum gradients over the replicas, each share on its owner; what others own is undefined afterwards."""
+    for owner, share in enumerate(shares):
+        groups.reduce(DP, flat[share.start : share.stop], owner)
+
+
+def all_gather(groups: Groups, sizes: Sizes, weights: Mapping[str, Tensor], shares: Sequence[range]) -> None:
+    """Every owner's new weights to all replicas, in place."""
+    for owner, share in enumerate(shares):
+        for run in joined(sizes, weights, share):
+            groups.broadcast(DP, run, owner)
+
+
+def joined(sizes: Sizes, weights: Mapping[str, Tensor], share: range) -> Iterator[Tensor]:
+    """The weights of a share as flat views; neighbours in memory are one."""
+    run: Tensor | None = None
+    for name, own, _ in parts(sizes, share):
+        piece = weights[name].detach().view(-1)[own.start : own.stop]
+        if run is not None and _behind(run, piece):
+            run = run.as_strided((run.numel() + piece.numel(),), (1,))
+            continue
+        if run is not None:
+            yield run
+        run = piece
+    if run is not None:
+        yield run
+
+
+def _behind(run: Tensor, piece: Tensor) -> bool:
+    same = run.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+    return same and run.storage_offset() + run.numel() == piece.storage_offset()
+
+
+def fill_share(sizes: Sizes, share: range, flat: Tensor, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
+    """Give a share its initial values: `fill` takes whole parameters; those that a boundary cuts are made aside."""
+    whole, into, cut = dict(sizes), {}, []
+    for name, own, at in parts(sizes, share):
+        place = flat[at : at + len(own)]
+        into[name] = place if len(own) == whole[name] else place.new_empty(whole[name])
+        if len(own) < whole[name]:
+            cut.append((place, into[name][own.start : own.stop]))
+    fill(into)
+    for place, values in cut:
+        place.copy_(values)
