@@ -15,6 +15,7 @@ from test_optimizer import named, sizes_strategy
 from torch import Tensor
 
 from rollplex.backends.engine import TrainedState
+from rollplex.backends.publication import Publication
 from rollplex.backends.training.shares import fill_share, joined, parts, shares_of
 from rollplex.ir.job_schema import Optimizer
 from rollplex.ir.steps import Publish, UpdateChunk
@@ -84,7 +85,7 @@ class Rank:
         self.weights = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in names}
         trained = TrainedState(
             "actor", "", tuple(names), share, torch.float32, self.weights, self.held.__getitem__, frozenset({"p1"}),
-            frozenset(), lambda own: [own],
+            frozenset(), lambda own: [own], Publication(None),
         )  # fmt: skip
         starts = range(0, longest, chunk)
         streams = ("actor.gradients", "actor.master", "actor.moments")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollplex.backends.lanes import LaneSpan
+from rollplex.backends.publication import Publication
 from rollplex.ir.steps import Exchange, Rebuild, Run
 
 Values = dict[str, Any]
@@ -45,7 +46,7 @@ class TrainedState:
     needed: pages). `weights[name]` are the parameters that engines read: there a cast result goes. `undecayed` are
     parameters that weight decay leaves alone, `counted` those whose gradient this rank counts in the norm; `sums(x)`
     are the x of all ranks that count parts of one model. `label` stands before the names of the role's metrics: nothing
-    for the policy, `critic_`.
+    for the policy, `critic_`. `publication` is told what is written and when it is whole, where others read it.
     """
 
     role: str
@@ -58,6 +59,7 @@ class TrainedState:
     undecayed: frozenset[str]
     counted: frozenset[str]
     sums: Callable[[float], list[float]]
+    publication: Publication | None
 
 
 class Objects(Protocol):

@@ -249,6 +249,11 @@ class RunOptions(Section):
         description="host functions of the algorithm by name, FILE.py:FUNCTION or module:FUNCTION; a file is relative "
         "to the job file; --host comes first, then these, then HOSTS in the algorithm's file",
     )
+    verify_weights: bool = Field(
+        default=False,
+        description="hash the weights at every publication and again before every rollout: bytes that nobody published "
+        "are refused",
+    )
     silent_s: Positive = Field(
         default=60.0, description="seconds after which a process that says nothing counts as dead"
     )

@@ -77,6 +77,8 @@ class StreamedUpdate:
         if self._stream is None:
             self.steps += 1
             self._stream = self._begin(step)
+        if self.trained.publication:
+            self.trained.publication.writing(step.index)
         self._stream.update(step.index)
         self._covered.append(self._clipped(step))
         if self._stream.done:
@@ -84,7 +86,7 @@ class StreamedUpdate:
             self._stream = None
 
     def publish(self, step: Publish) -> None:
-        """EngineError unless the chunks of this step cover the parameters exactly once."""
+        """The new weights are whole; EngineError unless the chunks of this step cover the parameters exactly once."""
         at = 0
         for start, stop in sorted(self._covered):
             if start != at:
@@ -94,6 +96,8 @@ class StreamedUpdate:
             what = f"{step.object} is published, but from element {at} of {self.numel} on it was not updated once"
             raise EngineError(what, where=f"window {step.window}", hint="verify the plan: its chunks have a gap")
         self._covered.clear()
+        if self.trained.publication:
+            self.trained.publication.publish()
 
     def digests(self) -> dict[str, str]:
         """sha256 of master weights and moments; of a share, with its elements in the flat order."""

@@ -20,6 +20,7 @@ from rollplex.backends.hf.model import HostModel
 from rollplex.backends.host.rollout import generate
 from rollplex.backends.host.sharded import sharded_model
 from rollplex.backends.memory.planned import PlannedObjects
+from rollplex.backends.publication import Subscription
 from rollplex.backends.shard import shard_of
 from rollplex.backends.training.placement import DTYPES, config_of, split, tensors_of
 from rollplex.backends.training.refresh import REFRESH, START_S, copies
@@ -46,6 +47,8 @@ class RolloutEngine:
         self._seat, self._ranks = seat, groups
         self._dice = [torch.Generator() for _ in seat.prompts]
         self._sampled: str = ""
+        self._begun = 0
+        self._published: Subscription | None = None
         self._metrics: dict[str, float] = {}
         self._objects.start()
 
@@ -57,6 +60,10 @@ class RolloutEngine:
         return self._objects.export()
 
     def adopt(self, name: str, fds: Sequence[int]) -> None:
+        """Behind the pages of the snapshot comes that of its stamp."""
+        if name == f"{self.job.policy}.snapshot":
+            *fds, stamp = fds
+            self._published = Subscription(stamp, self._owner, self._objects.shared_digest)
         self._objects.adopt(name, fds, self._owner)
 
     def ready(self) -> dict[str, Any]:
@@ -70,6 +77,12 @@ class RolloutEngine:
         return {}
 
     def begin(self, iteration: int) -> None:
+        """New weights are due, and what was made of the old ones must go.
+
+        Nothing here outlives a rollout: keys and values are made anew for each. An engine that keeps prefixes, encoded
+        images or graphs bound to addresses resets them at this place.
+        """
+        self._begun += 1
         for die, prompt in zip(self._dice, self._seat.prompts, strict=True):
             die.manual_seed(_mixed(_mixed(self.job.run.seed, iteration), prompt))
         self._objects.measuring = iteration == 0
@@ -78,7 +91,9 @@ class RolloutEngine:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
         (prompts,) = (inputs[name] for name in step.inputs)
         started = time.monotonic()
-        rollout = self._generate(prompts.of(self._seat.prompts))
+        assert self._published is not None, "the snapshot is adopted before the first iteration"
+        with self._published.readable(self._begun - 1):
+            rollout = self._generate(prompts.of(self._seat.prompts))
         self._note(rollout, time.monotonic() - started)
         return dict.fromkeys(step.outputs, rollout)
 
@@ -107,6 +122,8 @@ class RolloutEngine:
 
     def close(self) -> None:
         self._objects.close()
+        if self._published is not None:
+            self._published.close()
         self._ranks.close()
 
     def _sharded(self, plan: Plan, seat: Seat, groups: Groups) -> HostModel:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rollplex.backends.digest import digest
 from rollplex.backends.memory.ledger import Event, Ledger, Mark
 from rollplex.backends.memory.live import LiveBytes
 from rollplex.backends.memory.memfd import HostArena, HostMemory
@@ -122,6 +123,11 @@ class PlannedObjects:
     def has(self, name: str) -> bool:
         """Whether this process knows the object."""
         return name in self._arenas
+
+    def shared_digest(self) -> str:
+        """sha256 of all pages that two processes of this GPU share, those of the trained role's weights."""
+        names = sorted([*(o.name for o in self.owned.values() if o.readers), *self.imported])
+        return digest(*(self.pages(name, torch.uint8) for name in names))
 
     def pages(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The object as one flat tensor over its address range; touchable while it is mapped."""

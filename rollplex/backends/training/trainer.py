@@ -22,6 +22,7 @@ from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.memory.planned import IDLE, PlannedObjects
+from rollplex.backends.publication import Publication
 from rollplex.backends.rolemodel import Prefix, RoleModel
 from rollplex.backends.training import shares
 from rollplex.backends.training.boundary import boundary_leaf
@@ -79,7 +80,9 @@ class TrainEngine:
             self._replicas[role].accumulate(self._objects.pages(f"{role}.gradients", self.state_dtype))
         self._objects.start()
         self._shares = {role: self._cut(role) for role in job.trained}
+        self._publication = Publication(self._objects.shared_digest if job.run.verify_weights else None)
         self._fill()
+        self._publication.start()
 
     # ---- the life of an engine
 
@@ -88,7 +91,11 @@ class TrainEngine:
         return self._objects
 
     def export(self) -> dict[str, list[int]]:
-        return self._objects.export()
+        """Behind the pages of the snapshot comes that of its stamp."""
+        found = self._objects.export()
+        if (snapshot := f"{self.role}.snapshot") in found:
+            found[snapshot].append(self._publication.page.export())
+        return found
 
     def adopt(self, name: str, fds: Sequence[int]) -> None:
         raise AssertionError("a training rank owns what it reads")
@@ -110,7 +117,7 @@ class TrainEngine:
         current, undecayed = partial(self._state, role), self._undecayed(model)
         return TrainedState(
             role, self._label(role), model.trained, self._own(role), self.state_dtype, weights, current, undecayed,
-            counted, partial(self._sums, role),
+            counted, partial(self._sums, role), self._publication if role == self.role else None,
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
@@ -144,6 +151,7 @@ class TrainEngine:
     def close(self) -> None:
         self._groups.clear()
         self._objects.close()
+        self._publication.page.close()
         self._ranks.close()
 
     # ---- tasks
