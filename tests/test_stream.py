@@ -107,7 +107,7 @@ def test_what_overlaps_is_torch_adam_to_the_bit(
 
 
 @given(numel=st.integers(1, 300), size=st.integers(1, 100), in_flight=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_workspaces_are_those_of_the_chunks_in_flight_and_nothing_else(numel: int, size: int, in_flight: int) -> None:
     """min(in_flight x chunk, all) x 4 states and, in the thread that updates, two temporaries of a chunk."""
     state = fresh_state(numel, torch.float32)

@@ -5,8 +5,9 @@
     store                    |-- 1 --|-- 2 --|-- 3 --|   lanes.run("store", .., after=[updated])
 
 wait                          ended by                                  gives up
-a lane, for `after`           the work of the other lane, or its error  after `patience_s`
+a lane, for `after`           the work of the other lane, or its error  after `patience_s`, or at `close`
 the caller, in `wait`         the same                                  after `patience_s`
+the caller, in `close`        the end of what lanes are doing           after `patience_s`; at once behind an error
 An error of any work ends all work after it, and is raised at the caller's next call: it names the work.
 """
 
@@ -66,7 +67,7 @@ class Lanes(Protocol):
         ...
 
     def close(self) -> None:
-        """No more work: threads end with what they are doing."""
+        """No more work; returns when no lane is at work any more, but for one that hangs."""
         ...
 
 
@@ -81,7 +82,9 @@ class ThreadLanes:
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._last: dict[str, Event] = {}
         self._spans: list[LaneSpan] = []
+        self._threads: list[threading.Thread] = []
         self._failed: EngineError | None = None
+        self._closed = False
 
     def run(self, lane: str, text: str, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
         self._refuse_failed()
@@ -104,14 +107,17 @@ class ThreadLanes:
         return tuple(self._spans)
 
     def close(self) -> None:
+        self._closed = True
         for waiting in self._queues.values():
             waiting.put(None)
-        self._queues.clear()
+        for thread in self._threads:
+            thread.join(_TICK_S if self._failed else self._patience_s)
 
     def _queue(self, lane: str) -> queue.SimpleQueue[Callable[[], None] | None]:
         if lane not in self._queues:
             made = self._queues[lane] = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(made,), name=f"lane {lane}", daemon=True).start()
+            self._threads.append(threading.Thread(target=_serve, args=(made,), name=f"lane {lane}", daemon=True))
+            self._threads[-1].start()
         return self._queues[lane]
 
     def _do(self, lane: str, event: Event, work: Callable[[], None]) -> None:
@@ -132,8 +138,11 @@ class ThreadLanes:
         for _ in range(max(1, round(self._patience_s / _TICK_S))):
             if event.over.wait(_TICK_S):
                 return
+            if self._closed:
+                break
         what = f"{event.late().text} has not ended for {self._patience_s:g} s"
-        raise EngineError(what, where="optimizer", hint=_HINT)
+        self._failed = self._failed or EngineError(what, where="optimizer", hint=_HINT)
+        raise self._failed
 
     def _refuse_failed(self) -> None:
         if self._failed:

@@ -35,16 +35,20 @@ from rollplex.runtime.state import ProcessState, take
 
 
 def run_iteration(state: ProcessState, iteration: int) -> None:
-    """Execute the program once; raises what the failing step raised."""
+    """Execute the program once; raises what the failing step raised, with nothing at work behind it."""
     state.iteration, state.window = iteration, ""
     state.values.clear()
     state.tasks.begin(iteration)
-    for index, step in enumerate(state.program):
-        state.link.enter(iteration, index)
-        _enter_window(state, step)
-        start_ns = time.monotonic_ns()
-        execute(state, step)
-        state.link.leave(iteration, index, start_ns, time.monotonic_ns())
+    try:
+        for index, step in enumerate(state.program):
+            state.link.enter(iteration, index)
+            _enter_window(state, step)
+            start_ns = time.monotonic_ns()
+            execute(state, step)
+            state.link.leave(iteration, index, start_ns, time.monotonic_ns())
+    finally:
+        for update in state.updates.values():
+            update.close()
 
 
 def execute(state: ProcessState, step: Step) -> None:

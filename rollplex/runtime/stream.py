@@ -59,15 +59,19 @@ class ChunkStream:
             self._stored.append(self._store(index, self._update(index)))
             if len(self._stored) == len(self.chunks):
                 self.lanes.wait(self._stored)
-                self.lanes.close()
+                self.close()
         except BaseException:
-            self.lanes.close()
+            self.close()
             raise
 
     @property
     def done(self) -> bool:
         """Whether every chunk is stored."""
         return len(self._stored) == len(self.chunks)
+
+    def close(self) -> None:
+        """Give the update up: nothing of it is at work when this returns."""
+        self.lanes.close()
 
     def spans(self) -> tuple[LaneSpan, ...]:
         """When each stage of each chunk ran."""

@@ -99,6 +99,12 @@ class StreamedUpdate:
         if self.trained.publication:
             self.trained.publication.publish()
 
+    def close(self) -> None:
+        """Another step has failed: nothing goes on behind it."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
     def digests(self) -> dict[str, str]:
         """sha256 of master weights and moments; of a share, with its elements in the flat order."""
         first, second = self._moments()
