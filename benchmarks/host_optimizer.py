@@ -207,8 +207,8 @@ def main() -> None:
         print(_row(name, f"{seconds * 1e3:.3f}"))
     three, one, torchs = updates.values()
     place, copy = publications.values()
-    print(f"\noverlapped takes {three / one:.2f} of one after the other, {three / torchs:.2f} of unchunked torch.optim;")
-    print(f"publication in place takes 1/{copy / place:.0f} of a copy and load, and keeps no second copy")
+    ratios = f"overlapped takes {three / one:.2f} of one after the other, {three / torchs:.2f} of unchunked torch.optim"
+    print(f"\n{ratios}; publication in place takes 1/{copy / place:.0f} of a copy and load")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from test_optimizer import named, sizes_strategy
 from torch import Tensor
 
+from rollplex.backends.collectives import Groups
 from rollplex.backends.engine import TrainedState
 from rollplex.backends.publication import Publication
-from rollplex.backends.training.shares import fill_share, joined, parts, shares_of
+from rollplex.backends.training.shares import Shares, joined, parts, shares_of
 from rollplex.ir.job_schema import Optimizer
 from rollplex.ir.steps import Publish, UpdateChunk
 from rollplex.runtime.update import StreamedUpdate
@@ -69,9 +70,9 @@ def test_a_share_has_the_initial_values_of_its_elements(sizes: list[int], ranks:
             assert whole.numel() == dict(named(sizes))[name]
             whole.copy_(want[starts[name] : starts[name] + whole.numel()])
 
-    for share in shares_of(numel, ranks):
+    for rank, share in enumerate(shares_of(numel, ranks)):
         flat = torch.full((len(share),), -1.0, dtype=torch.float64)
-        fill_share(named(sizes), share, flat, fill)
+        Shares.of(Groups(rank, {"dp": tuple(range(ranks))}), named(sizes), cut=True).fill(flat, fill)
         assert torch.equal(flat, want[share.start : share.stop])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ class RolloutEngine:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
         (prompts,) = (inputs[name] for name in step.inputs)
         started = time.monotonic()
-        assert self._published is not None, "the snapshot is adopted before the first iteration"
-        with self._published.readable(self._begun - 1):
+        # A copy of its own has no other writer: this rank enters the exchange that refreshes it.
+        with self._published.readable(self._begun - 1) if self._published else nullcontext():
             rollout = self._generate(prompts.of(self._seat.prompts))
         self._note(rollout, time.monotonic() - started)
         return dict.fromkeys(step.outputs, rollout)

@@ -8,6 +8,7 @@ weights       each rank's elements are sent from where they lie to where they li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -34,19 +35,6 @@ def parts(sizes: Sizes, share: range) -> Iterator[tuple[str, range, int]]:
         at += numel
 
 
-def reduce_scatter(groups: Groups, flat: Tensor, shares: Sequence[range]) -> None:
-    """Sum gradients over the replicas, each share on its owner; what others own is undefined afterwards."""
-    for owner, share in enumerate(shares):
-        groups.reduce(DP, flat[share.start : share.stop], owner)
-
-
-def all_gather(groups: Groups, sizes: Sizes, weights: Mapping[str, Tensor], shares: Sequence[range]) -> None:
-    """Every owner's new weights to all replicas, in place."""
-    for owner, share in enumerate(shares):
-        for run in joined(sizes, weights, share):
-            groups.broadcast(DP, run, owner)
-
-
 def joined(sizes: Sizes, weights: Mapping[str, Tensor], share: range) -> Iterator[Tensor]:
     """The weights of a share as flat views; neighbours in memory are one."""
     run: Tensor | None = None
@@ -67,14 +55,54 @@ def _behind(run: Tensor, piece: Tensor) -> bool:
     return same and run.storage_offset() + run.numel() == piece.storage_offset()
 
 
-def fill_share(sizes: Sizes, share: range, flat: Tensor, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
-    """Give a share its initial values: `fill` takes whole parameters; those that a boundary cuts are made aside."""
-    whole, into, cut = dict(sizes), {}, []
-    for name, own, at in parts(sizes, share):
-        place = flat[at : at + len(own)]
-        into[name] = place if len(own) == whole[name] else place.new_empty(whole[name])
-        if len(own) < whole[name]:
-            cut.append((place, into[name][own.start : own.stop]))
-    fill(into)
-    for place, values in cut:
-        place.copy_(values)
+@dataclass(frozen=True)
+class Shares:
+    """How a role's parameters are dealt out to the data-parallel ranks: in shares, or all to each."""
+
+    groups: Groups
+    sizes: Sizes
+    of_ranks: tuple[range, ...]
+
+    @classmethod
+    def of(cls, groups: Groups, sizes: Sizes, cut: bool) -> Shares:
+        """Shares for every rank of the group that this rank is in, where updates are `cut`."""
+        numel, ranks = sum(n for _, n in sizes), groups.size(DP)
+        return cls(groups, sizes, shares_of(numel, ranks) if cut else (range(numel),) * ranks)
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank has weights and gradients of."""
+        return self.of_ranks[-1].stop
+
+    @property
+    def own(self) -> range:
+        """The elements that this rank updates."""
+        return self.of_ranks[self.groups.place(DP)]
+
+    @property
+    def cut(self) -> bool:
+        """Whether others update what this rank does not."""
+        return len(self.own) < self.numel
+
+    def reduce_scatter(self, flat: Tensor) -> None:
+        """Sum gradients over the replicas, each share on its owner; what others own is undefined afterwards."""
+        for owner, share in enumerate(self.of_ranks):
+            self.groups.reduce(DP, flat[share.start : share.stop], owner)
+
+    def all_gather(self, weights: Mapping[str, Tensor]) -> None:
+        """Every owner's new weights to all replicas, in place."""
+        for owner, share in enumerate(self.of_ranks):
+            for run in joined(self.sizes, weights, share):
+                self.groups.broadcast(DP, run, owner)
+
+    def fill(self, flat: Tensor, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Give the own share its initial values: `fill` takes whole parameters; what a boundary cuts is made aside."""
+        whole, into, cut = dict(self.sizes), {}, []
+        for name, own, at in parts(self.sizes, self.own):
+            place = flat[at : at + len(own)]
+            into[name] = place if len(own) == whole[name] else place.new_empty(whole[name])
+            if len(own) < whole[name]:
+                cut.append((place, into[name][own.start : own.stop]))
+        fill(into)
+        for place, values in cut:
+            place.copy_(values)

@@ -24,13 +24,12 @@ from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.memory.planned import IDLE, PlannedObjects
 from rollplex.backends.publication import Publication
 from rollplex.backends.rolemodel import Prefix, RoleModel
-from rollplex.backends.training import shares
 from rollplex.backends.training.boundary import boundary_leaf
 from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
-from rollplex.backends.training.refresh import REFRESH, START_S, copies
+from rollplex.backends.training.refresh import START_S, copies
 from rollplex.backends.training.saved import ALIGN, SavedPolicy
-from rollplex.backends.training.shares import DP
+from rollplex.backends.training.shares import DP, Shares
 from rollplex.ir.decay import decays
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
@@ -79,7 +78,7 @@ class TrainEngine:
         for role in job.trained:
             self._replicas[role].accumulate(self._objects.pages(f"{role}.gradients", self.state_dtype))
         self._objects.start()
-        self._shares = {role: self._cut(role) for role in job.trained}
+        self._shares = {r: Shares.of(groups, self._replicas[r].trained, job.cuts_optimizer(r)) for r in job.trained}
         self._publication = Publication(self._objects.shared_digest if job.run.verify_weights else None)
         self._fill()
         self._publication.start()
@@ -114,10 +113,11 @@ class TrainEngine:
         model = self._replicas[role]
         weights = {name: model.weights[name] for name, _ in model.trained}
         counted = frozenset(name for name, _ in model.trained if model.counted(name))
-        current, undecayed = partial(self._state, role), self._undecayed(model)
+        current, sums, undecayed = partial(self._state, role), partial(self._sums, role), self._undecayed(model)
+        published = self._publication if role == self.role else None
         return TrainedState(
-            role, self._label(role), model.trained, self._own(role), self.state_dtype, weights, current, undecayed,
-            counted, partial(self._sums, role), self._publication if role == self.role else None,
+            role, self._label(role), model.trained, self._shares[role].own, self.state_dtype, weights, current,
+            undecayed, counted, sums, published,
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
@@ -186,9 +186,9 @@ class TrainEngine:
             case "dp", "all_reduce":
                 self._ranks.all_reduce(DP, self._gradients(role))
             case "dp", "reduce_scatter":
-                shares.reduce_scatter(self._ranks, self._gradients(role), cut)
+                cut.reduce_scatter(self._gradients(role))
             case "dp", "all_gather":
-                shares.all_gather(self._ranks, model.trained, model.weights, cut)
+                cut.all_gather(model.weights)
             case _:
                 raise AssertionError(f"nobody plans {step}")
 
@@ -289,16 +289,8 @@ class TrainEngine:
         """What stands before the names of a role's metrics."""
         return "" if role == self.role else f"{role}_"
 
-    def _cut(self, role: str) -> tuple[range, ...]:
-        """What each data-parallel rank updates of a role: a share, or everything."""
-        replicas, numel = self._ranks.size(DP), sum(n for _, n in self._replicas[role].trained)
-        return shares.shares_of(numel, replicas) if self.job.cuts_optimizer(role) else (range(numel),) * replicas
-
-    def _own(self, role: str) -> range:
-        return self._shares[role][self._ranks.place(DP)]
-
     def _gradients(self, role: str) -> Tensor:
-        return self._state(role, "gradients")[: self._shares[role][-1].stop]
+        return self._state(role, "gradients")[: self._shares[role].numel]
 
     def _state(self, role: str, name: str) -> Tensor:
         """A role's gradients, master or moments where they are now."""
@@ -309,7 +301,7 @@ class TrainEngine:
         self._replicas[self.role].fill()
         for role in self.job.trained:
             model = self._replicas[role]
-            shares.fill_share(model.trained, self._own(role), self._state(role, "master"), model.fill_master)
+            self._shares[role].fill(self._state(role, "master"), model.fill_master)
             self._state(role, "moments").zero_()
             self._objects.filled(f"{role}.master", f"{role}.moments")
         for role, replica in self._replicas.items():
@@ -325,6 +317,6 @@ class TrainEngine:
     def _sums(self, role: str, own: float) -> list[float]:
         """What every rank of one copy of the model has counted; of all copies, where each updates a share."""
         found = torch.tensor([own], dtype=torch.float64)
-        if self._shares[role][0] != self._shares[role][-1]:
+        if self._shares[role].cut:
             found = self._ranks.all_gather(DP, found)
         return self._ranks.all_gather("tp", found).tolist()
