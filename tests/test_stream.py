@@ -238,15 +238,11 @@ def test_a_run_has_the_same_bits_with_any_number_of_chunks_in_flight() -> None:
             run.step(iteration)
         update = run.states[TRAIN].optimizer("actor")
         found[in_flight] = (update.digests(), run.train.digests())
-        touched = [
-            e.nbytes
-            for e in run.train.objects.ledger.events()
-            if e.kind == "touch" and e.object == "optimizer.workspace"
-        ]
+        rows = [row for row in run.log.objects(plan) if row.object == "optimizer.workspace"]
         spans = update.spans
         run.close()
     assert found[1] == found[3]
-    assert 0 < max(touched) <= plan.object("optimizer.workspace").bytes
+    assert 0 < max(row.measured for row in rows) <= plan.object("optimizer.workspace").bytes
     _of_every_chunk(plan, spans)
     assert lanes_at_work() == []
 
