@@ -2,7 +2,7 @@
 
 mode       `attention_mask` of the layer call       keys of a query
 off        None                                     its own sequence, causal
-capture    host.prefix.Capture: copies K, V         its own sequence, causal
+capture    boundary.Capture: copies K, V         its own sequence, causal
 suffix     ReadPrefix                               the prefix, one copy for all responses, and its own response
 
 Megatron hands `attention_mask` from a layer to its core attention untouched, also when a checkpoint runs the layer
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from rollplex.backends.cuda import attention as gpu
 from rollplex.backends.training.attention import LayerIO, causal, causal_after_prefix
 
 
@@ -41,7 +42,8 @@ class SharedPrefixAttention(nn.Module):
 class ReadPrefix:
     """n responses end to end in one sequence of t tokens, each after the same prefix.
 
-    Only here do they stand side by side, [n, heads, T, d], padded on the right, which causal attention makes exact.
+    A GPU takes them as they are. On a host, only here do they stand side by side, [n, heads, T, d], padded on the
+    right, which causal attention makes exact.
     The boundary is unbound once: indexing it layer by layer would make a full-size gradient for each layer.
     """
 
@@ -49,9 +51,14 @@ class ReadPrefix:
         self.layers = [layer.unbind(0) for layer in kv.unbind(0)]
         self.lengths = list(lengths)
         self.real = torch.arange(max(lengths)) < torch.tensor(self.lengths)[:, None]
+        self.packed = gpu.Lengths.of(self.lengths, kv.device) if kv.is_cuda else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         prefix_key, prefix_value = self.layers[layer]
+        if self.packed is not None:
+            rows = (x[0].transpose(0, 1) for x in (query, key, value))
+            out = gpu.packed_after_prefix(*rows, self.packed, prefix_key, prefix_value, scale)
+            return out.transpose(0, 1)[None]
         query, key, value = (self._apart(x) for x in (query, key, value))
         out = causal_after_prefix(query, key, value, prefix_key, prefix_value, scale)
         return out.transpose(1, 2)[self.real].transpose(0, 1)[None]

@@ -3,6 +3,7 @@
 queries of n sequences   x  [ prefix K, V, one copy ]     part A: no mask
                          x  [ own K, V of the sequence ]  part B: causal
 merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
+Those are the kernels of a host; a GPU has others (cuda/attention.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from rollplex.backends.cuda import attention as gpu
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,6 +29,11 @@ class LayerIO(Protocol):
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal grouped-query attention; keys and values are kept unexpanded for the backward."""
+    if query.is_cuda:
+        n, _, s, _ = query.shape
+        lengths = gpu.Lengths.of([s] * n, query.device)
+        out = gpu.packed(*(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)), lengths, scale, causal=True)
+        return out.unflatten(0, (n, s)).transpose(1, 2)
     return _SharedPrefix.apply(query, key, value, None, None, scale)
 
 

@@ -1,0 +1,112 @@
+"""Attention of packed sequences on a GPU: no padding, no mask, one kernel call a part.
+
+    queries of n responses, end to end   x  [ prefix K, V, one copy ]        part A: no mask
+                                         x  [ each response's own K, V ]     part B: causal, variable lengths
+    merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
+
+Keys and values have as many heads as the model has KV heads: the kernel groups queries by itself. Of bfloat16 and
+float16 only, as the kernel is. On a host the same is done by training/attention.py, sequences side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_forward = torch.ops.aten._flash_attention_forward
+_backward = torch.ops.aten._flash_attention_backward
+
+
+class Lengths(NamedTuple):
+    """Sequences end to end: where each starts and where the last ends [n + 1] int32 on the GPU; the longest."""
+
+    bounds: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> Lengths:
+        """Of sequences that have these lengths."""
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+        return cls(ends, max(lengths))
+
+
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, causal: bool) -> Tensor:
+    """Each sequence sees itself: query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d].
+
+    Windows of a vision tower, frames, or whole prompts; autograd knows the kernel's backward.
+    """
+    return _attend(query, key, value, lengths, lengths, scale, causal)[0]
+
+
+def packed_after_prefix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    scale: float,
+) -> Tensor:
+    """Each sequence sees one prefix [kv_heads, p, d], and itself up to its own position."""
+    return _AfterPrefix.apply(query, key, value, prefix_key, prefix_value, lengths, scale)
+
+
+class _AfterPrefix(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prefix_k: Tensor,
+        prefix_v: Tensor,
+        lengths: Lengths,
+        scale: float,
+    ) -> Tensor:
+        out, lse, *own_rng = _attend(q, k, v, lengths, lengths, scale, True)
+        shared = [x.transpose(0, 1) for x in (prefix_k, prefix_v)]
+        out_a, lse_a, *shared_rng = _attend(q, *shared, _one(q), _one(shared[0]), scale, False)
+        out, lse = _merge(out, lse, out_a, lse_a)
+        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse, lengths.bounds, *own_rng, *shared_rng)
+        ctx.longest, ctx.scale = lengths.longest, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, prefix_k, prefix_v, out, lse, bounds, *rng = ctx.saved_tensors
+        grad, longest, scale = grad_outputs[0].contiguous(), ctx.longest, ctx.scale
+        dq, dk, dv = _backward(
+            grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng[:2], scale=scale
+        )
+        shared = [x.transpose(0, 1) for x in (prefix_k, prefix_v)]
+        (all_of, t), (shared_of, p) = _one(q), _one(shared[0])
+        dq_a, dk_a, dv_a = _backward(
+            grad, q, *shared, out, lse, all_of, shared_of, t, p, 0.0, False, *rng[2:], scale=scale
+        )
+        return dq + dq_a, dk, dv, dk_a.transpose(0, 1), dv_a.transpose(0, 1), None, None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, of_queries: Lengths, of_keys: Lengths, scale: float, causal: bool
+) -> tuple[Tensor, ...]:
+    """Output [t, heads, d], log-sum-exp [heads, t], and what the backward wants of a kernel without dropout."""
+    out, lse, first, second, _ = _forward(
+        query, key, value, of_queries.bounds, of_keys.bounds, of_queries.longest, of_keys.longest, 0.0, causal, False,
+        scale=scale,
+    )  # fmt: skip
+    return out, lse, first, second
+
+
+def _one(packed: Tensor) -> Lengths:
+    """All of it as one sequence; made on the GPU, which nobody waits for."""
+    t = packed.shape[0]
+    return Lengths(torch.arange(0, 2 * t, t, device=packed.device, dtype=torch.int32), t)
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over two disjoint sets of keys: outputs [t, heads, d] in their own dtype, log-sum-exps [heads, t]."""
+    both = torch.logaddexp(lse, other_lse)
+    share, rest = ((x - both).exp().t()[..., None] for x in (lse, other_lse))
+    return (out * share + other * rest).to(out.dtype), both
