@@ -14,13 +14,13 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from rollplex.runtime.stream import ChunkStream
 
 from rollplex.backends.cuda.lanes import StreamLanes
 from rollplex.backends.cuda.pinned import register
 from rollplex.backends.cuda.vmm import CudaMemory
 from rollplex.backends.memory.memfd import HostMemory
 from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, Workspace, flat_layout
+from rollplex.runtime.stream import ChunkStream
 
 ROUNDS = 5
 TO_GPU, BACK = 16, 12

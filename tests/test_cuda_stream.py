@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollplex.backends.lanes import LaneSpan
-from rollplex.runtime.stream import UPDATE, ChunkStream
 
+from rollplex.backends.lanes import LaneSpan
 from rollplex.ir.errors import EngineError
 from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, Workspace, flat_layout
+from rollplex.runtime.stream import UPDATE, ChunkStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and cuda-python")
 
