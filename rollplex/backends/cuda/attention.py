@@ -66,8 +66,8 @@ class _AfterPrefix(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         out, lse, *own_rng = _attend(q, k, v, lengths, lengths, scale, True)
-        shared = [x.transpose(0, 1) for x in (prefix_k, prefix_v)]
-        out_a, lse_a, *shared_rng = _attend(q, *shared, _one(q), _one(shared[0]), scale, False)
+        shared_k, shared_v = (x.transpose(0, 1) for x in (prefix_k, prefix_v))
+        out_a, lse_a, *shared_rng = _attend(q, shared_k, shared_v, _one(q), _one(shared_k), scale, False)
         out, lse = _merge(out, lse, out_a, lse_a)
         ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse, lengths.bounds, *own_rng, *shared_rng)
         ctx.longest, ctx.scale = lengths.longest, scale
@@ -80,10 +80,10 @@ class _AfterPrefix(torch.autograd.Function):
         dq, dk, dv = _backward(
             grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng[:2], scale=scale
         )
-        shared = [x.transpose(0, 1) for x in (prefix_k, prefix_v)]
-        (all_of, t), (shared_of, p) = _one(q), _one(shared[0])
+        shared_k, shared_v = (x.transpose(0, 1) for x in (prefix_k, prefix_v))
+        (all_of, t), (shared_of, p) = _one(q), _one(shared_k)
         dq_a, dk_a, dv_a = _backward(
-            grad, q, *shared, out, lse, all_of, shared_of, t, p, 0.0, False, *rng[2:], scale=scale
+            grad, q, shared_k, shared_v, out, lse, all_of, shared_of, t, p, 0.0, False, *rng[2:], scale=scale
         )
         return dq + dq_a, dk, dv, dk_a.transpose(0, 1), dv_a.transpose(0, 1), None, None
 

@@ -56,8 +56,8 @@ class ReadPrefix:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         prefix_key, prefix_value = self.layers[layer]
         if self.packed is not None:
-            rows = (x[0].transpose(0, 1) for x in (query, key, value))
-            out = gpu.packed_after_prefix(*rows, self.packed, prefix_key, prefix_value, scale)
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            out = gpu.packed_after_prefix(q, k, v, self.packed, prefix_key, prefix_value, scale)
             return out.transpose(0, 1)[None]
         query, key, value = (self._apart(x) for x in (query, key, value))
         out = causal_after_prefix(query, key, value, prefix_key, prefix_value, scale)

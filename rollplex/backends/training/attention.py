@@ -32,7 +32,8 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     if query.is_cuda:
         n, _, s, _ = query.shape
         lengths = gpu.Lengths.of([s] * n, query.device)
-        out = gpu.packed(*(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)), lengths, scale, causal=True)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = gpu.packed(q, k, v, lengths, scale, causal=True)
         return out.unflatten(0, (n, s)).transpose(1, 2)
     return _SharedPrefix.apply(query, key, value, None, None, scale)
 
