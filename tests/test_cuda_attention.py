@@ -44,8 +44,10 @@ def test_responses_after_one_prefix(heads: int, kv_heads: int, d: int) -> None:
     given += [drawn(kv_heads, PREFIX, d), drawn(kv_heads, PREFIX, d)]
     exact = [x.detach().double().requires_grad_() for x in given]
     lengths = Lengths.of(LENGTHS, torch.device("cuda"))
-    out = packed_after_prefix(*given[:3], lengths, *given[3:], d**-0.5)
-    wanted = written_out(*exact[:3], LENGTHS, (exact[3], exact[4]), causal=True)
+    q, k, v, prefix_k, prefix_v = given
+    out = packed_after_prefix(q, k, v, lengths, prefix_k, prefix_v, d**-0.5)
+    q, k, v, prefix_k, prefix_v = exact
+    wanted = written_out(q, k, v, LENGTHS, (prefix_k, prefix_v), causal=True)
     weight = torch.randn_like(wanted)
     out.backward(weight.bfloat16())
     wanted.backward(weight)
@@ -65,8 +67,10 @@ def test_sequences_that_see_themselves(causal: bool) -> None:
     given = [drawn(sum(windows), 16, 80) for _ in range(3)]  # the tower's head size
     exact = [x.detach().double().requires_grad_() for x in given]
     none = torch.empty(16, 0, 80, device="cuda", dtype=torch.float64)
-    out = packed(*given, Lengths.of(windows, torch.device("cuda")), 80**-0.5, causal)
-    wanted = written_out(*exact, windows, (none, none), causal)
+    q, k, v = given
+    out = packed(q, k, v, Lengths.of(windows, torch.device("cuda")), 80**-0.5, causal)
+    q, k, v = exact
+    wanted = written_out(q, k, v, windows, (none, none), causal)
     weight = torch.randn_like(wanted)
     out.backward(weight.bfloat16())
     wanted.backward(weight)
@@ -85,13 +89,12 @@ def test_a_megatron_layer_sees_on_a_gpu_what_it_sees_on_a_host() -> None:
     torch.manual_seed(2)
     rows = [torch.randn(1, heads, sum(LENGTHS), 64).bfloat16() for heads in (8, 2, 2)]
     kv = torch.randn(1, 2, 2, PREFIX, 64).bfloat16()
-    on_gpu = [x.cuda() for x in rows]
+    q, k, v = rows
+    q_gpu, k_gpu, v_gpu = (x.cuda() for x in rows)
+    suffix, suffix_gpu = ReadPrefix(kv, LENGTHS), ReadPrefix(kv.cuda(), LENGTHS)
     for here, there in (
-        (causal(*rows, 0.125), causal(*on_gpu, 0.125)),
-        (
-            ReadPrefix(kv, LENGTHS).attend(0, *rows, 0.125),
-            ReadPrefix(kv.cuda(), LENGTHS).attend(0, *on_gpu, 0.125),
-        ),
+        (causal(q, k, v, 0.125), causal(q_gpu, k_gpu, v_gpu, 0.125)),
+        (suffix.attend(0, q, k, v, 0.125), suffix_gpu.attend(0, q_gpu, k_gpu, v_gpu, 0.125)),
     ):
         assert there.shape == here.shape
         assert off(there.cpu(), here) < 0.01
@@ -103,12 +106,12 @@ def test_a_long_prefix_is_not_copied_for_each_response() -> None:
 
     n, s, p, heads, kv_heads, d = 8, 128, 16384, 16, 2, 128
     q, k, v = drawn(n * s, heads, d), drawn(n * s, kv_heads, d), drawn(n * s, kv_heads, d)
-    prefix = [drawn(kv_heads, p, d) for _ in range(2)]
+    prefix_k, prefix_v = drawn(kv_heads, p, d), drawn(kv_heads, p, d)
     lengths = Lengths.of([s] * n, torch.device("cuda"))
-    packed_after_prefix(q, k, v, lengths, *prefix, d**-0.5).sum().backward()
+    packed_after_prefix(q, k, v, lengths, prefix_k, prefix_v, d**-0.5).sum().backward()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    packed_after_prefix(q, k, v, lengths, *prefix, d**-0.5)
+    packed_after_prefix(q, k, v, lengths, prefix_k, prefix_v, d**-0.5)
     one_prefix = 2 * kv_heads * p * d * 2
     assert torch.cuda.max_memory_allocated() - before < 12 * q.numel() * 2 < n * one_prefix
 
