@@ -27,7 +27,7 @@ from rollplex.backends.publication import Publication, Subscription
 from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, Slab, even_chunks, flat_layout
 from rollplex.runtime.stream import UPDATE, ChunkStream, ring
 
-TENSORS, CHUNKS, REPEATS = 48, 24, 7
+TENSORS, CHUNKS, REPEATS = 48, 96, 7
 CONFIG = AdamConfig(lr=1e-4, weight_decay=0.1)
 STREAMED_BYTES = 16 + 12 + 2
 """Of a parameter: gradient, master weight and moments come, master weight and moments go, and a BF16 weight."""
@@ -190,12 +190,16 @@ def main() -> None:
     numel = int(float(sys.argv[1]) * 1e6) if len(sys.argv) > 1 else 32_000_000
     numel -= numel % (TENSORS * 64)
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     publications = timed_publications(numel)  # first: the other process is a fork
     updates = timed_updates(numel)
     print("# The optimizer stream and publication on a CPU\n")
-    print(f"`python benchmarks/host_optimizer.py {numel / 1e6:.2f}`; torch {torch.__version__}, Python")
-    print(f"{platform.python_version()}, {os.cpu_count()} cores, one torch thread a lane; {numel:,} parameters in")
-    print(f"{TENSORS} tensors, {CHUNKS} chunks, medians of {REPEATS}, the ways taking turns. All give the same bits.\n")
+    print(f"`python benchmarks/host_optimizer.py {numel / 1e6:.2f}`; Python {platform.python_version()}, torch")
+    print(
+        f"{torch.__version__}; {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, load {load:.1f}; one torch"
+    )
+    print(f"thread a lane; {numel:,} parameters in {TENSORS} tensors, {CHUNKS} chunks; medians of {REPEATS}, the ways")
+    print("taking turns. All give the same bits.\n")
     print("One update of AdamW with clipping, FP32 state, BF16 weights written; GB/s counts 30 bytes a parameter,")
     print("what a stream moves.\n")
     print(_row("update", "ms", "GB/s"), _row("---", "---:", "---:"), sep="\n")

@@ -28,7 +28,9 @@ from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import UpdateChunk
 from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, clip_scale, flat_layout, global_norm
+from rollplex.runtime.spans import Span, Timeline
 from rollplex.runtime.stream import UPDATE, ChunkStream, in_place, ring
+from rollplex.runtime.trace import trace_events
 
 torch.set_num_threads(1)
 STAGES = ("load", "update", "store")
@@ -250,3 +252,46 @@ def test_a_run_has_the_same_bits_with_any_number_of_chunks_in_flight() -> None:
 def _of_every_chunk(plan: Plan, spans: tuple[LaneSpan, ...]) -> None:
     chunks = range(plan.summary.chunks.optimizer.count)
     assert {s.text for s in spans} == {f"{stage} of chunk {i} of actor" for stage in STAGES for i in chunks}
+
+
+def test_an_error_in_a_stage_of_a_run_names_it_and_leaves_nothing_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of chunk 1 fails while others are loaded and updated; no chunk is published."""
+    plan = tight_plan()
+    first = next(s for s in plan.programs["train"] if isinstance(s, UpdateChunk) and s.index == 1)
+    store = ChunkedAdam.store
+
+    def fail(self: ChunkedAdam, work: Any, start: int, stop: int) -> None:
+        if start == first.start:
+            raise OSError("no page for a weight")
+        store(self, work, start, stop)
+
+    monkeypatch.setattr(ChunkedAdam, "store", fail)
+    run = InThreads(plan, {"reward": luck})
+    with pytest.raises(EngineError, match="store of chunk 1 of actor: OSError: no page for a weight"):
+        run.step(0)
+    assert lanes_at_work() == []
+    run.close()
+
+
+def test_the_cast_goes_straight_into_the_snapshot() -> None:
+    """Storing a chunk allocates nothing: no copy of the weights stands between master and shared pages."""
+    state, snapshot = fresh_state(1000, torch.float32), {"p0": torch.zeros(1000, dtype=torch.bfloat16)}
+    adam = ChunkedAdam(CONFIG, flat_layout(named([1000])), state, snapshot)
+    (room,) = ring([(0, 1000)], 1, torch.float32)
+    with LiveBytes() as live:
+        adam.store(adam.load(0, 1000, 1.0, room), 0, 1000)
+    assert live.peak_bytes == 0
+    assert torch.equal(snapshot["p0"], state.master.bfloat16())
+
+
+def test_every_stage_is_a_slice_of_a_lane_in_the_trace() -> None:
+    """steps and windows are tracks 1 and 2; load, update and store come behind them."""
+    spans = tuple(LaneSpan(stage, f"{stage} of chunk 0 of actor", 10 * i, 10 * i + 5) for i, stage in enumerate(STAGES))
+    timeline = Timeline({TRAIN: ()})
+    timeline.spans.append(Span(TRAIN, 3, UpdateChunk(window="P3", role="actor", index=0, start=0, stop=1), 0, 40))
+    timeline.rest(TRAIN, 3, spans)
+    events = list(trace_events(timeline.spans, timeline.lanes))
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks == {1: "steps", 2: "windows", 3: "load", 4: "update", 5: "store"}
+    slices = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] > 2]
+    assert slices == [(3 + i, f"{stage} of chunk 0 of actor", i / 100, 0.005) for i, stage in enumerate(STAGES)]
