@@ -195,9 +195,8 @@ def main() -> None:
     updates = timed_updates(numel)
     print("# The optimizer stream and publication on a CPU\n")
     print(f"`python benchmarks/host_optimizer.py {numel / 1e6:.2f}`; Python {platform.python_version()}, torch")
-    print(
-        f"{torch.__version__}; {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, load {load:.1f}; one torch"
-    )
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, load {load:.1f}"
+    print(f"{torch.__version__}; {machine}; one torch")
     print(f"thread a lane; {numel:,} parameters in {TENSORS} tensors, {CHUNKS} chunks; medians of {REPEATS}, the ways")
     print("taking turns. All give the same bits.\n")
     print("One update of AdamW with clipping, FP32 state, BF16 weights written; GB/s counts 30 bytes a parameter,")

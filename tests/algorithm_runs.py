@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from runtime_threads import ROLLOUT, TRAIN, InThreads
+from runtime_threads import TRAIN, InThreads
 from runtime_tiny import CONFIG, luck, tiny_job
 from textbook import LOSSES, Textbook, Whole
 from torch import Tensor
@@ -17,7 +17,6 @@ from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
 from rollplex.ir.spec import Part
 from rollplex.passes.pipeline import compile_plan
-from rollplex.runtime.report import MemoryLog
 
 HOST: dict[str, Any] = {"train": {"engine": "host"}}
 ROLLOUT_OF = {"rollout": {"engine": "host", "kv_cache_gib": "512 KiB", "runtime_gib": "256 KiB"}}
@@ -65,12 +64,11 @@ def plan_of(name: str, **changes: Any) -> Plan:
 
 
 class Watched:
-    """A run in threads: after `step`, `prompts` and `rollout` are those of the step and the memory log has it."""
+    """A run in threads: after `step`, `prompts` and `rollout` are those of the step; `run.log` has its memory."""
 
     def __init__(self, plan: Plan, ends: tuple[int, ...] | None = ENDS) -> None:
         self.run = InThreads(plan, {"reward": luck})
         self.run.feed._eos = self.run.feed._eos if ends is None else ends
-        self.memory = MemoryLog()
         self.prompts: Any = None
         self.rollout: Rollout | None = None
 
@@ -78,7 +76,6 @@ class Watched:
         self.run.step(iteration)
         values = self.run.states[TRAIN].values
         self.prompts, self.rollout = values["prompts"], values["rollout"]
-        self.memory.add({TRAIN: self.run.train.finish(), ROLLOUT: self.run.rollout.finish()})
 
     def textbook(self, name: str) -> Textbook:
         """A trainer that begins with the weights that this run has now."""

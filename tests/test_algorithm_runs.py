@@ -30,7 +30,7 @@ def test_three_steps_are_those_of_the_textbook(name: str) -> None:
             now = watched.weights(role)
             assert max((now[n] - p).abs().max().item() for n, p in book.models[role].parameters.items()) < 1e-10
     assert len(lengths) > 2
-    assert all(row.as_planned for row in watched.memory.objects(watched.run.plan))
+    assert all(row.as_planned for row in watched.run.log.objects(watched.run.plan))
     watched.run.close()
 
 
