@@ -32,6 +32,7 @@ PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "two roles": two_roles(),
     "three turns": three_turns(),
     "adapters": compiled("lora"),
+    "streamed": compiled("streamed"),
 }
 NAMES = sorted(MUTANTS)
 

@@ -20,12 +20,15 @@ from rollplex.passes.pipeline import compile_plan
 ALGORITHMS = {name: load_algorithm(f"examples/{name}.py") for name in ("grpo", "grpo_reward_model", "dapo")}
 NODE, CLUSTER = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
 FEW = ("workload.prompts=4",)
+STREAMED = ("schedule=streamed", "workload.response_median=512", "roles.actor.rollout.kv_cache_gib=16")
 LORA, MERGED = "roles.actor.lora={rank: 64}", "roles.actor.lora={rank: 64, served: merged}"
 TP4 = ("roles.actor.train.tensor_parallel=4", "roles.reference.score.tensor_parallel=4")
 JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rollplex": (NODE, FEW),
     "serial": (NODE, ("schedule=serial", *FEW)),
     "naive": (NODE, ("schedule=naive", *FEW)),
+    "streamed": (NODE, (*STREAMED, *FEW)),
+    "streamed, data parallel": (CLUSTER, (*STREAMED, "workload.prompts=16")),
     "four nodes": (CLUSTER, ()),
     "saved state at the host": (NODE, ("roles.actor.prefix_saved=host", *FEW)),
     "saved state in HBM": (NODE, ("roles.actor.prefix_saved=hbm", *FEW)),
@@ -63,6 +66,7 @@ PPO: dict[str, tuple[str, ...]] = {
     "ppo": (),
     "ppo, serial": ("schedule=serial",),
     "ppo, naive": ("schedule=naive",),
+    "ppo, streamed": ("schedule=streamed", "roles.critic.model=null", "roles.critic.train.tensor_parallel=8"),
     "ppo, no chunked optimizer": ("ablate=[chunked_optimizer]", "optimizer.chunks=auto"),
     "ppo, no state offload": ("ablate=[state_offload]",),
     "ppo, critic of the same model": ("roles.critic.model=null", "roles.critic.train.tensor_parallel=8"),

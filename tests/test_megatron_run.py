@@ -70,6 +70,11 @@ def test_serial_and_rollplex_are_identical_to_the_bit() -> None:
     assert result(1, "serial").digests == result(1).digests
 
 
+def test_groups_trained_on_as_they_complete_give_the_same_bits() -> None:
+    """TP 2 to 1: each of two engines has one of a training rank's two groups, and sends nothing of the other's."""
+    assert result(2, "streamed").digests == result(2).digests
+
+
 def test_with_states_resident_kv_kept_and_one_whole_chunk_it_trains_to_the_same_bits(tmp_path: Path) -> None:
     """Three ablations of Figure 8 at once; the fourth, a second copy of the weights, is the host trainer's alone."""
     plan = plan_of(megatron(1), ablate=("state_offload", "rollout_release", "chunked_optimizer"))

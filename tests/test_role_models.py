@@ -26,6 +26,7 @@ from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import check_weights
 from rollplex.ir.errors import JobError
 from rollplex.ir.job import Job
+from rollplex.ir.placement import Seat
 from rollplex.ir.tensors import model_tensors
 from rollplex.runtime.run import run_plan
 
@@ -158,7 +159,7 @@ def test_whitening_over_the_batch_takes_the_prompts_of_all_ranks() -> None:
     ref_node = next(n for n in plan.losses["actor"].wide_inputs if n not in ("rollout", "score"))
 
     def gradients(ranks: Groups, own: range) -> Tensor:
-        scores = Scores(plan, own, ranks)
+        scores = Scores(plan, Seat(0, own.start // len(own), 0, own), ranks)
         loss = StepLoss(plan.losses["actor"], scores)
         for m, prompt in enumerate(own):
             scores.score(ref_node, m, ref[prompt : prompt + 1])

@@ -14,6 +14,7 @@ from rollplex.ir.findings import Finding, KeyPath
 from rollplex.ir.lora_checks import lora_rules
 from rollplex.ir.parallel_checks import degrees, parallel_notes
 from rollplex.ir.serving_checks import kv_rules, serving_notes, serving_rules
+from rollplex.ir.streamed_checks import streamed_rules
 from rollplex.ir.turn_checks import seen_rules, turn_rules
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
             *_frozen(job),
         ]
     if not bad_roles and not bad_pools:
-        findings += [*_ratio(job), *_batches(job), *_sampled(job)]
+        findings += [*_ratio(job), *_batches(job), *_sampled(job), *streamed_rules(job)]
     if not bad_roles and not no_model:
         findings += [*serving_rules(job), *(lora_rules(job) if not bad_engines else ())]
         findings += decay_rules(job) if not bad_engines else ()

@@ -14,8 +14,8 @@ from rollplex.ir.sizes import Gb, Gib
 __all__ = ["Parallel", "Rollout", "Score", "Section", "Train"]
 
 DType = Literal["bfloat16", "float32", "float64"]
-Schedule = Literal["serial", "rollplex", "naive", "disaggregated"]
-OVERLAPPED = ("rollplex", "naive")
+Schedule = Literal["serial", "rollplex", "streamed", "naive", "disaggregated"]
+OVERLAPPED = ("rollplex", "streamed", "naive")
 """Schedules whose prefixes run beside the decode of the same GPUs."""
 Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "weight_sharing"]
 Part = Literal["vision", "language"]

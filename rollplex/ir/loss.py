@@ -198,6 +198,27 @@ def split_loss(graph: Graph, role: str | None = None) -> LossPlan:
     return _Splitting(graph, role or names[0]).run()
 
 
+def couples_step(graph: Graph, role: str) -> tuple[Node, str] | None:
+    """What of a role's loss is needed for each group and made of all, and why; None where groups may come one by one.
+
+    A divisor that is left to the end is not needed before.
+    """
+    plan = split_loss(graph, role)
+    nodes, step = {n.name: n for n in graph.nodes}, {r.name: r for r in plan.step}
+    needed, queue = dict[str, None](), [n for n in (*plan.sliced, *plan.whole) if n != plan.divisor]
+    while queue:
+        name = queue.pop()
+        needed[name] = None
+        queue += inputs_of(step[name]) if name in step else ()
+    wide = [n for n in plan.wide if n in needed]
+    if not wide:
+        return None
+    for name in (n for n in wide if n in nodes):
+        return nodes[name], "mixes the prompts of the whole step"
+    first = next(r for r in plan.group if wide[0] in inputs_of(r))
+    return nodes[first.name.removesuffix(".portion")], "is not all of the loss that the batch's size divides"
+
+
 def mixes_prompts(node: Node) -> bool:
     """Whether a row of the result needs rows of other prompts: the prompt dim is reduced, scanned or indexed away."""
     inputs = [i for i in node.all_input_nodes if _has_prompt(i)]

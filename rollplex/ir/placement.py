@@ -54,6 +54,12 @@ def seat(job: Job, kind: str, rank: int) -> Seat:
     return (training_seat if kind == "train" else rollout_seat)(job, rank)
 
 
+def prompts_of_group(job: Job, group: int) -> tuple[int, ...]:
+    """The prompts of a step that are the `group`-th of a data-parallel rank, rank after rank."""
+    copies = range(job.data_parallel(job.policy))
+    return tuple(_share(job.workload.prompts, copy, len(copies))[group] for copy in copies)
+
+
 def _share(prompts: int, part: int, parts: int) -> range:
     """The part-th of equal shares; a job whose prompts do not divide is refused."""
     size = prompts // parts

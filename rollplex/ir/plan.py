@@ -105,6 +105,8 @@ class Times(Strict):
     speedup_vs_serial: Seconds
     saving_bound_s: Seconds
     environment_s: Seconds = Field(default=0.0, description="between turns, when nothing is decoded")
+    hidden_post_s: Seconds = Field(default=0.0, description="part of post_s that runs while others decode: `streamed`")
+    streamed_s: Seconds | None = Field(default=None, description="what the step of `rollplex` would take `streamed`")
     turns: tuple[TurnTimes, ...] = Field(default=(), description="turn by turn, where there are several")
 
 

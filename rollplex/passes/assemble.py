@@ -229,9 +229,20 @@ def warnings(module: Module) -> list[str]:
     found += _sampled_again(module)
     found += tail_warnings(job)
     found += turn_warnings(module)
+    found += _streamed(module)
     if job.workload.response_median is None:
         found.append("no workload.response_median: decode is predicted for responses that all fill their budget")
     return found
+
+
+def _streamed(module: Module) -> Iterator[str]:
+    """What training on complete groups keeps beside the KV cache, which otherwise has left by then."""
+    if (stream := module[Schedule].stream) is None:
+        return
+    trained = [o for o in module[Lifetimes].objects if o.class_ == "phase-local" and o.produced == stream.name]
+    sizes = {o.title: size_of(module, o) for o in trained}
+    held = ", ".join(f"{title} {pretty(nbytes)}" for title, nbytes in sorted(sizes.items(), key=lambda s: -s[1]))
+    yield f"streamed: {pretty(sum(sizes.values()))} live beside decode in {stream.name} ({held})"
 
 
 def _sampled_again(module: Module) -> Iterator[str]:

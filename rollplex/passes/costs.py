@@ -154,13 +154,17 @@ class Costs:
         """Adam on resident state: read and write master, moments, gradient and snapshot once."""
         return parameters * 30 / self.hbm_bytes_per_s
 
-    def decode_s(self, weight_bytes: float, tp: int, prompts: int, turn: int = 1) -> float:
-        """Standalone decode of one engine's `prompts`, the live batch shrinking, and what a cut tail prefills again."""
+    def decode_s(self, weight_bytes: float, tp: int, prompts: int, turn: int = 1, until: float | None = None) -> float:
+        """Standalone decode of one engine's `prompts`, the live batch shrinking, and what a cut tail prefills again.
+
+        With `until` only to the time at which responses have so many tokens.
+        """
         decode = Decode.of(self.job, prompts)
         width = decode.ends / STEP_BINS
-        steps = ((i + 0.5) * width for i in range(STEP_BINS))
+        last = decode.ends if until is None else min(until, decode.ends)
+        parts = ((min(max(last - i * width, 0.0), width), (i + 0.5) * width) for i in range(STEP_BINS))
         return self.prefill_again_s(decode, tp) + sum(
-            width * self._decode_step_s(weight_bytes, tp, decode.live(step), turn) for step in steps
+            tokens * self._decode_step_s(weight_bytes, tp, decode.live(step), turn) for tokens, step in parts if tokens
         )
 
     def prefill_again_s(self, decode: Decode, tp: int) -> float:

@@ -9,15 +9,17 @@ saves min(T_P - d_D, T_D) of it at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from rollplex.ir.errors import GraphError
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Times
 from rollplex.ir.planned_turns import TurnTimes
+from rollplex.ir.streamed_checks import streamed_rules
 from rollplex.passes.layout import Layout, layout_of
 from rollplex.passes.residency import Residency
-from rollplex.passes.schedule import Schedule
+from rollplex.passes.schedule import Schedule, SchedulePass
 from rollplex.passes.timeline import Added, Timeline, window_seconds
 
 
@@ -46,6 +48,19 @@ def colocated_s(module: Module) -> float:
     return line.decode_s + line.prefix_s + line.post_s + job.workload.environment_s
 
 
+def streamed_s(module: Module, exposed: float) -> float | None:
+    """What a step of schedule `rollplex` would take if groups were trained on as they complete; None if none may be."""
+    other = module.job.model_copy(update={"schedule": "streamed"})
+    if module.job.schedule != "rollplex" or any(streamed_rules(other)):
+        return None
+    try:
+        schedule = SchedulePass().run(replace(module, job=other))[Schedule]
+    except GraphError:
+        return None
+    line = window_seconds(other, schedule, Added.of(other, module[Layout].summary))
+    return round(sum(t.last_s for t in line.turns) + line.post_s - line.hidden_post_s + exposed, 6)
+
+
 def _turn_times(line: Timeline) -> tuple[TurnTimes, ...]:
     """Turn by turn, where there are several."""
     found = tuple(
@@ -60,6 +75,8 @@ def _turn_times(line: Timeline) -> tuple[TurnTimes, ...]:
 @dataclass(frozen=True)
 class EstimatePass:
     """Evaluate equation 1: T = max(T_D + d_D, T_P) + T_post, plus the transfers that stay exposed.
+
+    Under `streamed` less the part of T_post that is done before decode ends (stream_times.py).
 
     Rounds of dynamic sampling before the last come before it: no prefix runs beside them. Of several turns each has its
     own max(T_D + d_D, T_P), and between them the environment runs by itself.
@@ -80,7 +97,7 @@ class EstimatePass:
         known = module.job.workload.prompts / module.job.sampled if schedule.overlapped else 1.0
         rest = line.environment_s + line.post_s + exposed
         after_another = line.decode_s + known * line.prefix_s + rest
-        overlapped = line.sampling_s + sum(t.last_s for t in line.turns) + rest
+        overlapped = line.sampling_s + sum(t.last_s for t in line.turns) + rest - line.hidden_post_s
         step = overlapped if schedule.overlapped else after_another
         serial = colocated_s(module) + exposed if module.job.disaggregated else after_another
         times = Times(
@@ -94,6 +111,8 @@ class EstimatePass:
             speedup_vs_serial=round(round(serial, 6) / round(step, 6), 4),  # of the times that the plan tells
             saving_bound_s=round(sum(t.saving_bound_s for t in line.turns), 6),
             environment_s=round(line.environment_s, 6),
+            hidden_post_s=round(line.hidden_post_s, 6),
+            streamed_s=streamed_s(module, exposed),
             turns=_turn_times(line),
         )
         window_s = {w: s + residency.exposed.get(w, 0.0) for w, s in line.window.items()}

@@ -10,7 +10,7 @@ from rollplex.backends.facts import EngineFacts, load_facts
 from rollplex.ir.job import Job
 from rollplex.ir.lora import lora_of, merges
 from rollplex.ir.plan import Residency
-from rollplex.passes.schedule import Kind, Schedule
+from rollplex.passes.schedule import Kind, Schedule, Window
 from rollplex.passes.state import Use
 from rollplex.passes.work import one_copy, weight_bytes
 
@@ -62,8 +62,14 @@ class Rows:
 
     def role_windows(self, role: str, *kinds: Kind, turn: int = 0) -> tuple[str, ...]:
         """The role's windows of these kinds; of one turn, if it is named."""
-        found = (w for w in self.schedule.windows if w.role == role and w.kind in kinds)
+        found = (w for w in self.schedule.windows if self._busy(w, role, kinds))
         return tuple(w.name for w in found if turn in (0, w.turn))
+
+    def _busy(self, window: Window, role: str, kinds: tuple[Kind, ...]) -> bool:
+        """Whether a role does one of these kinds of work in a window; all of P2's is in the stream too."""
+        if window.kind == "stream":
+            return any(self.schedule.works_in(role, kind) for kind in kinds)
+        return window.role == role and window.kind in kinds
 
     def piece_windows(self, role: str, turn: int) -> tuple[str, ...]:
         """Windows that use a piece of a role's boundary: its own turn's prefix, those that extend it, the suffixes."""

@@ -61,6 +61,13 @@ class Lengths:
             return 0.0
         return NormalDist().cdf((math.log(tokens) - math.log(self.median)) / self.spread)
 
+    def longest_of(self, responses: int) -> float:
+        """Expected tokens of the longest of so many responses; of a whole step's it is `longest`."""
+        if not self.spread:
+            return float(self.longest)
+        tail = NormalDist().inv_cdf(1 - 1 / max(responses, 2) / 2)
+        return min(self.median * math.exp(self.spread * tail), float(self.longest))
+
     @cached_property
     def mean(self) -> float:
         """Expected tokens of a response."""

@@ -2,6 +2,7 @@
 
 rollout      wait prompts | map rollout.kv | run generate | signal rollout | barrier .. | unmap ..
 controller   run load | signal prompts | wait rollout | barrier .. | run host reward | signal score ..
+streamed     run generate 0 | signal rollout[0] | run generate 1 ..   wait rollout[0] | run host reward 0 | ..
 turns        .. | signal rollout | run host environment | signal history | wait history | run generate | ..
 """
 
@@ -53,14 +54,16 @@ class RolloutProgram(Context):
             weights = ("rollout.weights", "rollout.vision")
         weights = (*weights, "rollout.adapters")
         held = self.placed(first, "hbm", *KEPT) if call.turn > 1 else ()
-        yield Run(
-            window=first, task="generate", node=call.node, role=call.role,
-            reads=(*self.placed(first, "hbm", *weights), *held),
-            writes=self.placed(first, "hbm", "rollout.kv", "rollout.runtime"),
-            streams=self.placed(first, "host", CARRIED),
-            inputs=inputs, outputs=(call.node,),
-        )  # fmt: skip
-        yield Signal(window=windows[-1], event=call.node, carries=(call.node,))
+        for m in self.streamed_groups or (0,):
+            at, (made,) = first if m == 0 else windows[-1], self.of_group((call.node,), m)
+            yield Run(
+                window=at, task="generate", node=call.node, role=call.role, microbatch=m,
+                reads=(*self.placed(first, "hbm", *weights), *held),
+                writes=self.placed(first, "hbm", "rollout.kv", "rollout.runtime"),
+                streams=self.placed(first, "host", CARRIED),
+                inputs=inputs, outputs=(made,),
+            )  # fmt: skip
+            yield Signal(window=windows[-1], event=made, carries=(made,))
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,25 @@ class ControllerProgram(Context):
         yield Run(window=first, task="load", node=self.prompts, outputs=(self.prompts,))
         yield Signal(window=first, event=self.prompts, carries=(self.prompts,))
         yield from self._hosts(first, self.schedule.early)
-        for call in self.schedule.generates:
-            last = self.schedule.turn_windows(call.turn)[-1]
-            yield Wait(window=last, event=call.node)
-            yield from self._hosts(last, self.schedule.observations[call.turn - 1 : call.turn])
-        yield Barrier(window=end, name=ROLLOUT_COMPLETE)
         done = (*self.schedule.early, *self.schedule.observations)
-        yield from self._hosts(self.last_window["P2"], [h for h in self.schedule.hosts if h not in done])
+        late, last = [h for h in self.schedule.hosts if h not in done], max(len(self.streamed_groups) - 1, 0)
+        for call in self.schedule.generates:
+            at = self.schedule.turn_windows(call.turn)[-1]
+            for m in self.streamed_groups or (0,):
+                yield Wait(window=at, event=self.of_group((call.node,), m)[0])
+                yield from self._hosts(at, late if m < last else (), m)
+            yield from self._hosts(at, self.schedule.observations[call.turn - 1 : call.turn])
+        yield Barrier(window=end, name=ROLLOUT_COMPLETE)
+        yield from self._hosts(self.last_window["P2"], late, last)
         yield Barrier(window=self.last_window["P2"], name=THETA_QUIET)
         yield Barrier(window=self.last_window["P3"], name=PUBLISHED)
 
-    def _hosts(self, window: str, which: Collection[str]) -> Iterator[Step]:
-        """Host functions: those that no response is needed for at once, environments between turns, the rest behind."""
+    def _hosts(self, window: str, which: Collection[str], group: int = 0) -> Iterator[Step]:
+        """Host functions: those that no response is needed for at once, environments between turns, the rest behind.
+
+        Under `streamed` the rest is called for a group as soon as it is complete.
+        """
         for host in (h for h in self.schedule.hosts if h in which):
-            yield Run(window=window, task="host", node=host, inputs=self.schedule.inputs[host], outputs=(host,))
-            yield Signal(window=window, event=host, carries=(host,))
+            (made,), inputs = self.of_group((host,), group), self.of_group(self.schedule.inputs[host], group)
+            yield Run(window=window, task="host", node=host, microbatch=group, inputs=inputs, outputs=(made,))
+            yield Signal(window=window, event=made, carries=(made,))

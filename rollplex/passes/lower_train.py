@@ -6,7 +6,7 @@ wait prompts | fetch reference.weights | run prefix reference 0 .. | unmap .. | 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollplex.ir.lora import lora_of
 from rollplex.ir.loss import split_loss
@@ -40,9 +40,24 @@ class TrainProgram(Context):
             yield Signal(window=window.name, event=WAKE)
         if window.name == self.first:
             yield Wait(window=window.name, event=self.prompts)
-        for host in self.schedule.hosts:
-            if window.name == self.waited[host]:
-                yield Wait(window=window.name, event=host)
+        if self.schedule.stream is None:
+            yield from (Wait(window=window.name, event=h) for h in self.schedule.hosts if self.waited[h] == window.name)
+            return
+        early = (h for h in self.schedule.hosts if h in self.schedule.early and self.waited[h] == window.name)
+        yield from (Wait(window=window.name, event=host) for host in early)
+        if window in self.schedule.streaming:
+            yield from self._parts(window, window.name, self.streamed_groups[-1])
+
+    def _parts(self, window: Window, at: str, group: int) -> Iterator[Step]:
+        """Waits for what a window's work takes of a group, and no work before it has taken."""
+        before = self.schedule.streaming[: self.schedule.streaming.index(window)]
+        known = {v for w in before for v in self._inputs(w)}
+        if group == self.streamed_groups[-1]:
+            known.update(c.node for c in self.schedule.generates)  # its end ends the stream
+        for name in (v for v in self._inputs(window) if v not in known):
+            (event,) = self.of_group((name,), group)
+            if event != name:
+                yield Wait(window=at, event=event)
 
     @property
     def waited(self) -> dict[str, str]:
@@ -58,8 +73,9 @@ class TrainProgram(Context):
 
     def _window_end(self, window: Window) -> Iterator[Step]:
         name = window.name
-        if window.kind == "decode" and name == self.schedule.turn_windows(window.turn)[-1]:
-            yield Wait(window=name, event=window.node)
+        if window.kind in ("decode", "stream") and name == self.schedule.turn_windows(window.turn)[-1]:
+            last = self.streamed_groups[-1] if self.streamed_groups else 0
+            yield Wait(window=name, event=self.of_group((window.node,), last)[0])
         if name == self.last_window["P1"]:
             yield Barrier(window=name, name=ROLLOUT_COMPLETE)
             if self.released(name):
@@ -73,11 +89,13 @@ class TrainProgram(Context):
         match window.kind:
             case "prefix":
                 yield from (self._prefix(window, m) for m in self._groups(window))
+            case "stream":
+                yield from self._stream(window)
             case "score":
-                calls = self.schedule.work(window)
-                yield from (self._score(window, call, m) for m in self._groups(window) for call in calls)
+                yield from (step for m in self._groups(window) for step in self._score_group(window, m))
             case "train":
-                yield from self._train_window(window)
+                yield from (step for m in self._groups(window) for step in self._train_group(window, m))
+                yield from self._finish(window)
             case "update":
                 yield from self._update(window)
             case "publish":
@@ -88,7 +106,17 @@ class TrainProgram(Context):
     def _groups(self, window: Window) -> range:
         """Prompt groups of a step that a rank of the window's role works on: for a prefix all that may be taken."""
         job = self.module.job
+        if window in self.schedule.streaming:
+            return self.streamed_groups[-1:]  # those before it are worked on in the stream
         return range(job.prefixes_of(window.role) if window.kind == "prefix" else job.prompts_of(window.role))
+
+    def _stream(self, window: Window) -> Iterator[Step]:
+        """Group after group, each as soon as it is complete, all that P2 does with the last one."""
+        for m in self.streamed_groups[:-1]:
+            for work in self.schedule.streaming:
+                yield from self._parts(work, window.name, m)
+                here = replace(work, name=window.name)
+                yield from self._score_group(here, m) if work.kind == "score" else self._train_group(here, m)
 
     def _weights(self, window: Window) -> tuple[str, ...]:
         """Weights that a role's model reads in a window; a frozen tower may be the policy's own."""
@@ -130,6 +158,9 @@ class TrainProgram(Context):
     def _call(self, window: Window) -> Call:
         return next(c for c in self.schedule.calls if c.node == window.node)
 
+    def _score_group(self, window: Window, microbatch: int) -> Iterator[Step]:
+        yield from (self._score(window, call, microbatch) for call in self.schedule.work(window))
+
     def _score(self, window: Window, call: Call, microbatch: int) -> Step:
         """The suffix on its boundary, or the whole call."""
         role, at, task = window.role, window.name, call.op
@@ -138,16 +169,18 @@ class TrainProgram(Context):
             window=at, task=task, node=call.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *self._pieces(call, at)),
             writes=self.placed(at, "hbm", f"{role}.score_workspace", *self._shared_room),
-            inputs=self.schedule.inputs[call.node], outputs=(call.node,),
+            inputs=self.of_group(self.schedule.inputs[call.node], microbatch), outputs=(call.node,),
         )  # fmt: skip
 
-    def _train_window(self, window: Window) -> Iterator[Step]:
+    def _train_group(self, window: Window, microbatch: int) -> Iterator[Step]:
+        """Forward and backward of a group; a later piece's backward adds to the gradients of those before it."""
+        yield from (self._train_step(window, call, microbatch) for call in self.schedule.work(window))
+        prefixes = self.schedule.prefixes(window.role) if self._call(window).op == "suffix" else ()
+        yield from (self._prefix_backward(window, prefix, microbatch) for prefix in reversed(prefixes))
+
+    def _finish(self, window: Window) -> Iterator[Step]:
+        """Behind the last group: gradients of all replicas, and their norm."""
         job, at, role = self.module.job, window.name, window.role
-        for m in self._groups(window):
-            yield from (self._train_step(window, call, m) for call in self.schedule.work(window))
-            # A later piece's backward adds to the gradients of those that it goes on from.
-            prefixes = self.schedule.prefixes(role) if self._call(window).op == "suffix" else ()
-            yield from (self._prefix_backward(window, prefix, m) for prefix in reversed(prefixes))
         gradients = f"{role}.gradients"
         if job.degrees(role).replicas > 1:
             nbytes = self.module[Lifetimes][gradients].nbytes
@@ -158,7 +191,7 @@ class TrainProgram(Context):
         assert update is not None
         yield Run(
             window=at, task="grad_norm", node=update.node, role=role,
-            reads=(gradients,), inputs=split_loss(self.module.graph, role).divisor_inputs, outputs=(norm,),
+            reads=(gradients,), inputs=self.of_all(split_loss(self.module.graph, role).divisor_inputs), outputs=(norm,),
         )  # fmt: skip
 
     def _train_step(self, window: Window, call: Call, microbatch: int) -> Step:
@@ -168,7 +201,7 @@ class TrainProgram(Context):
             window=at, task="train", node=call.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *self._pieces(call, at)),
             writes=self.placed(at, "hbm", f"{role}.gradients", self._activations(role)),
-            inputs=self.schedule.inputs[call.node], outputs=(call.node,) if taken else (),
+            inputs=self.of_group(self.schedule.inputs[call.node], microbatch), outputs=(call.node,) if taken else (),
         )  # fmt: skip
 
     @property

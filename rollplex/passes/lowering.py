@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from rollplex.ir.lora import lora_of, merges
 from rollplex.ir.module import Module
+from rollplex.ir.parts import part
 from rollplex.ir.plan import BARRIERS
 from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
 from rollplex.ir.work import trains_vision
@@ -59,8 +61,8 @@ class Context:
 
     def refresh(self, process: str, window: str) -> Iterator[Exchange]:
         """Copies of new weights into the rollout engine's own, each entered by both sides; a frozen tower is left."""
-        for part, copy in self.refreshed.items():
-            name, nbytes = copy if process == "rollout" else part, self.module[Lifetimes][copy].nbytes
+        for source, copy in self.refreshed.items():
+            name, nbytes = copy if process == "rollout" else source, self.module[Lifetimes][copy].nbytes
             yield Exchange(window=window, group="refresh", op="all_gather", object=name, nbytes=nbytes)
 
     @property
@@ -93,6 +95,31 @@ class Context:
     def woken(self) -> tuple[Step, ...]:
         """What a sleeping rollout engine takes back before its weights are written, once the trainer has room."""
         return tuple(self.enter("rollout", self.updating))
+
+    # ---- values group by group
+
+    @property
+    def streamed_groups(self) -> range:
+        """The prompt groups of a rank, where values come group by group; empty where they come all together."""
+        return range(self.module.job.prompts_per_rank if self.schedule.stream else 0)
+
+    def of_group(self, names: tuple[str, ...], group: int) -> tuple[str, ...]:
+        """Values as a task on one group takes them: under `streamed` its part of what responses are behind."""
+        return tuple(part(n, group) if n in self._parted else n for n in names)
+
+    def of_all(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Values of the whole step, as the parts of all groups where they come so."""
+        parts = ([part(n, m) for m in self.streamed_groups] if n in self._parted else [n] for n in names)
+        return tuple(chain.from_iterable(parts))
+
+    @property
+    def _parted(self) -> frozenset[str]:
+        if not self.schedule.stream:
+            return frozenset()
+        late = (h for h in self.schedule.hosts if h not in self.schedule.early)
+        return frozenset((*(c.node for c in self.schedule.generates), *late))
+
+    # ---- residency
 
     def place(self, name: str, window: str) -> str:
         """Where an object is in a window; `-` for one that this job does not have."""

@@ -2,6 +2,8 @@
 
     rollplex   P1 prefix-reference | P1 prefix-actor | P1 decode    ||  P2 score-reference | P2 train-actor  ||  P3 ..
                (the rollout engine decodes through all three)
+    streamed   P1 prefix-reference | P1 prefix-actor | P1 stream    ||  P2 score-reference | P2 train-actor  ||  P3 ..
+               (groups that are complete are scored and trained on beside the decode of the others; P2 is for the last)
     serial     P1 decode  ||  P2 prefix-reference | P2 score-reference | P2 prefix-actor | P2 train-actor    ||  P3 ..
     naive      as rollplex, with everything resident all the time
     disaggregated   as serial, with rollout on GPUs of its own: they wait in P2, the training GPUs in P1 (section 4.2)
@@ -25,11 +27,12 @@ from rollplex.ir import graph as g
 from rollplex.ir import ops
 from rollplex.ir.errors import GraphError
 from rollplex.ir.job_schema import OVERLAPPED
+from rollplex.ir.loss import couples_step
 from rollplex.ir.module import Module
 from rollplex.passes.calls import SCORING, Call, CallKind, check_calls, in_order, inputs_of, model_calls
 from rollplex.passes.prefix_split import Split
 
-Kind = Literal["prefix", "decode", "score", "train", "update", "publish"]
+Kind = Literal["prefix", "decode", "stream", "score", "train", "update", "publish"]
 Phase = Literal["P1", "P2", "P3"]
 
 
@@ -75,6 +78,20 @@ class Schedule:
         """Names of the windows of these kinds (all kinds if none is given), phase and role, in order."""
         found = (w for w in self.windows if (not kinds or w.kind in kinds) and phase in ("", w.phase))
         return tuple(w.name for w in found if role in ("", w.role))
+
+    @property
+    def stream(self) -> Window | None:
+        """The window in which groups are trained on while others decode."""
+        return next((w for w in self.windows if w.kind == "stream"), None)
+
+    @property
+    def streaming(self) -> tuple[Window, ...]:
+        """The windows of P2 whose work is done group by group in the stream, but for the last group."""
+        return tuple(w for w in self.windows if w.phase == "P2" and w.kind in ("score", "train") and self.stream)
+
+    def works_in(self, role: str, kind: Kind) -> bool:
+        """Whether a role's work of a kind is done in the stream too."""
+        return any((w.role, w.kind) == (role, kind) for w in self.streaming)
 
     @property
     def decode_windows(self) -> tuple[str, ...]:
@@ -132,6 +149,8 @@ def windows_of(
         Window(turned("P1 decode", c.turn), "P1", "decode", c.node, "", c.turn) for c in calls if c.op == "generate"
     ]
     before = [replace(decode[0], name="P1 sample")] if rounds > 1 else []
+    if kind == "streamed":
+        decode = [replace(w, name="P1 stream", kind="stream") for w in decode]
     once = list({c.role: c for c in reversed(ordered)}.values())[::-1]
     if kind not in OVERLAPPED:
         behind = [w for c in once for w in _with_prefix(c, prefixes)]
@@ -198,6 +217,23 @@ def check_turns(graph: fx.Graph, calls: list[Call], asked: int) -> None:
         raise GraphError(f"the algorithm samples {several}, {has}", where=g.loc(found[-1]), hint=hint)
 
 
+def updated_roles(calls: list[Call]) -> tuple[str, ...]:
+    """The trained roles, as calls name them."""
+    return tuple(c.role for c in calls if c.op == "update")
+
+
+def check_streamed(graph: fx.Graph, roles: tuple[str, ...]) -> None:
+    """No loss needs the responses of all groups before the last has ended; GraphError names the op that does."""
+    for role in roles:
+        if (found := couples_step(graph, role)) is None:
+            continue
+        node, why = found
+        what = (
+            f"schedule streamed trains on a group while others decode, and %{node.name} = {g.record_name(node)} {why}"
+        )
+        raise GraphError(what, where=g.loc(node), hint="schedule=rollplex, or statistics within a group")
+
+
 @dataclass(frozen=True)
 class SchedulePass:
     """Arrange the split calls into phases, windows and barriers under the job's schedule.
@@ -215,6 +251,8 @@ class SchedulePass:
         calls = model_calls(graph)
         check_calls(graph, calls, job.trained)
         check_turns(graph, calls, job.workload.turn_count)
+        if job.schedule == "streamed":
+            check_streamed(graph, updated_roles(calls))
         rounds, awaited = len(job.sampled_per_engine), job.workload.rollout.kind == "full"
         windows = windows_of(calls, in_order(graph, calls), job.schedule, rounds, awaited)
         late, hosts = g.response_dependent(graph), g.find(graph, ops.host)

@@ -10,6 +10,7 @@ from rollplex.ir.planned_layout import LayoutSummary
 from rollplex.ir.work import turn_work
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
 from rollplex.passes.schedule import Schedule, Window, turned
+from rollplex.passes.stream_times import StreamTimes, completions, stream_times
 from rollplex.passes.work import decoded_bytes, one_copy, updated_parameters
 
 
@@ -26,6 +27,7 @@ class Turn:
     interference_s: float
     environment_s: float
     overlapped: bool
+    stream: StreamTimes | None = None
 
     @property
     def last_s(self) -> float:
@@ -36,7 +38,9 @@ class Turn:
 
     @property
     def idle_s(self) -> float:
-        """What is left of an overlapped turn when its prefixes have ended."""
+        """What is left of an overlapped turn when its prefixes have ended, and before a first group is trained on."""
+        if self.stream:
+            return self.stream.waits_s
         return self.last_s - self.beside_s + self.environment_s if self.overlapped else 0.0
 
     @property
@@ -60,6 +64,11 @@ class Timeline:
     free_s: tuple[float, ...]
     post_s: float
     sampling_s: float = 0.0
+
+    @property
+    def hidden_post_s(self) -> float:
+        """Work of P2 that is done while others decode."""
+        return sum(t.stream.hidden_s for t in self.turns if t.stream)
 
     @property
     def decode_s(self) -> float:
@@ -102,32 +111,49 @@ class Added:
 def window_seconds(job: Job, schedule: Schedule, added: Added) -> Timeline:
     """The timeline of a job under a schedule."""
     windows, rounds = schedule.windows, _rounds_s(job)
-    own = {w.name: _window_s(job, schedule, w) for w in windows if w.kind not in ("decode", "publish")}
+    own = {w.name: _window_s(job, schedule, w) for w in windows if w.kind not in ("decode", "stream", "publish")}
     compute = {w.name: added.publish_s if w.kind == "publish" else own.get(w.name, 0.0) for w in windows}
     compute |= {"P1 sample": sum(rounds)} if rounds else {}
     each = added.decode_s / len(schedule.turns)
-    compute |= {turned("P1 decode", t): _decode_s(job, t) + each for t in schedule.turns}
+    compute |= {_decoding(schedule, t): _decode_s(job, t) + each for t in schedule.turns}
     early = [w for w in windows if w.kind == "prefix" or (w.kind == "score" and w.phase == "P1")]
-    post = sum(compute[w.name] for w in windows if w.kind != "decode" and w not in early)
+    group_s = sum(compute[w.name] for w in schedule.streaming)
+    post = sum(compute[w.name] for w in windows if w.kind not in ("decode", "stream") and w not in early)
+    post += (job.prompts_per_rank - 1) * group_s
     turns = tuple(_turn(job, schedule, compute, early, t) for t in schedule.turns)
     window = dict(compute)
     for t, found in zip(schedule.turns, turns, strict=True):
-        last = turned("P1 decode", t)
+        last = _decoding(schedule, t)
         window |= {w.name: compute[w.name] / _share(job) for w in early if w.turn == t and schedule.overlapped}
         window[last] = found.idle_s if schedule.overlapped else compute[last] + found.environment_s
+        if found.stream:
+            window[last] = found.stream.window_s
     return Timeline(compute, window, turns, _free(job, schedule, turns, sum(rounds)), post, sum(rounds))
 
 
+def _decoding(schedule: Schedule, turn: int) -> str:
+    """The window that decode ends in."""
+    return schedule.stream.name if schedule.stream else turned("P1 decode", turn)
+
+
 def _turn(job: Job, schedule: Schedule, compute: dict[str, float], early: list[Window], turn: int) -> Turn:
-    decode, prefix = compute[turned("P1 decode", turn)], sum(compute[w.name] for w in early if w.turn == turn)
+    decode, prefix = compute[_decoding(schedule, turn)], sum(compute[w.name] for w in early if w.turn == turn)
     share, turns = _share(job) if schedule.overlapped else 1.0, job.workload.turns
+    stream = None
+    if schedule.stream:
+        ready = completions(job, decoded_bytes(job))
+        slower = decode / ready[-1] if ready[-1] else 1.0  # by what the layout adds to reading weights
+        group_s = sum(compute[w.name] for w in schedule.streaming)
+        stream = stream_times([c * slower for c in ready], prefix, group_s, share)
+    interference = min(decode, prefix) * INTERFERENCE_SHARE * share if schedule.overlapped else 0.0
     return Turn(
         decode_s=decode,
         prefix_s=prefix,
         beside_s=prefix / share,
-        interference_s=min(decode, prefix) * INTERFERENCE_SHARE * share if schedule.overlapped else 0.0,
+        interference_s=stream.interference_s if stream else interference,
         environment_s=turns.environment_s if turns and turn < len(schedule.turns) else 0.0,
         overlapped=schedule.overlapped,
+        stream=stream,
     )
 
 
@@ -157,7 +183,8 @@ def _rounds_s(job: Job) -> list[float]:
 
 
 def _window_s(job: Job, schedule: Schedule, window: Window) -> float:
-    costs, role, prompts = Costs(job), window.role, job.prompts_of(window.role)
+    costs, role = Costs(job), window.role
+    prompts = 1 if window in schedule.streaming else job.prompts_of(role)  # the last group
     calls = [(turn_work(job, role, c.turn), c.op == "whole") for c in schedule.work(window) if c.op != "generate"]
     match window.kind:
         case "prefix":

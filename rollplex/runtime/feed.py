@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.encode import PromptMaker
+from rollplex.backends.data.parts import wholes_of
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.data.rows import Row
 from rollplex.backends.data.tokens import end_tokens, response_text
@@ -27,6 +28,8 @@ from rollplex.backends.engine import Values
 from rollplex.backends.training.placement import DTYPES
 from rollplex.ir.errors import DataError, RunError
 from rollplex.ir.job import Job
+from rollplex.ir.parts import group_of, whole
+from rollplex.ir.placement import prompts_of_group
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run
 from rollplex.runtime.background import Later
@@ -47,6 +50,7 @@ class Feed:
         self.maker = maker
         self.hosts = hosts
         self.metrics: dict[str, float] = {}
+        self._scores: dict[str, Tensor] = {}
         self._eos = end_tokens(maker.tokenizer)
         self._rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
         self._iteration = -1
@@ -55,13 +59,14 @@ class Feed:
     def begin(self, iteration: int) -> None:
         self._iteration = iteration
         self.metrics = {}
+        self._scores = {}
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         match step.task:
             case "load":
                 return dict.fromkeys(step.outputs, self._load())
             case "host":
-                return dict.fromkeys(step.outputs, self._host(step.node, inputs))
+                return dict.fromkeys(step.outputs, self._host(step, inputs))
             case _:
                 raise AssertionError(f"{step.task} is no task of the controller")
 
@@ -102,23 +107,32 @@ class Feed:
 
     # ---- host functions
 
-    def _host(self, node: str, inputs: Mapping[str, Any]) -> Tensor:
-        name = self.plan.hosts[node]
-        calls = list(self._calls(name, inputs))
+    def _host(self, step: Run, inputs: Mapping[str, Any]) -> Tensor:
+        """Scores [prompts, group] of all responses, or of those to one group of every data-parallel rank."""
+        name, (made,) = self.plan.hosts[step.node], step.outputs
+        prompts = self._prompts(group_of(made))
+        calls = list(self._calls(name, inputs, prompts))
         results = call_each(self.hosts[name], name, calls, self.job.run.reward_timeout_s)
         numbers = [_number(name, call, result) for call, result in zip(calls, results, strict=True)]
         dtype = torch.float64 if self.job.model.dtype == "float64" else torch.float32
-        scores = torch.tensor(numbers, dtype=dtype).view(self.job.workload.prompts, self.job.group)
-        self.metrics[name] = float(scores.mean())
-        self._load_ahead()
+        scores = torch.tensor(numbers, dtype=dtype).view(len(prompts), self.job.group)
+        self._scores[made] = scores
+        if group_of(made) in (None, self.job.prompts_per_rank - 1):
+            self.metrics[name] = float(wholes_of(self._scores)[whole(made)].mean())
+            self._load_ahead()
         return scores
 
-    def _calls(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Call]:
+    def _prompts(self, group: int | None) -> Sequence[int]:
+        """The prompts of the step that a host function judges: all, or those of one group."""
+        return range(self.job.workload.prompts) if group is None else prompts_of_group(self.job, group)
+
+    def _calls(self, name: str, inputs: Mapping[str, Any], prompts: Sequence[int]) -> Iterator[Call]:
         """One call a response, with those of `OFFERS` that the function takes."""
-        rollout = inputs[self._rollout]
-        wanted = parameters_of(self.hosts[name], name)
-        for p, row in enumerate(self.rows_of(self._iteration)):
-            for i, tokens in enumerate(rollout.responses(p)):
+        rollout = next(value for n, value in inputs.items() if whole(n) == self._rollout)
+        wanted, rows = parameters_of(self.hosts[name], name), self.rows_of(self._iteration)
+        for at, prompt in enumerate(prompts):
+            row = rows[prompt]
+            for i, tokens in enumerate(rollout.responses(at)):
                 text = response_text(self.maker.tokenizer, tokens.tolist())
                 offered = {"question": row.question, "answer": row.answer, "response": text, "row": row_data(row)}
                 offered |= {"tokens": tokens.tolist(), "index": i}

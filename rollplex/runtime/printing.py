@@ -19,6 +19,11 @@ def print_report(report: Report, console: Console) -> None:
         f"overlap    decode {o.decode_s:.2f} s, prefix {o.prefix_s:.2f} s a step; "
         f"{o.hidden_s:.2f} s of it ({o.hidden_share:.0%}) ran while rollout was decoding"
     )
+    if o.post_hidden_s:
+        console.print(
+            f"           scoring and training {o.post_s:.2f} s a step; "
+            f"{o.post_hidden_s:.2f} s of it ({o.post_hidden_share:.0%}) ran while rollout was decoding"
+        )
     console.print(_memory(report))
     _print_objects(report, console)
 

@@ -38,16 +38,25 @@ class WindowTime:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Means a step. `hidden_s`: prefix work that ran while the rollout process was decoding."""
+    """Means a step. `hidden_s`: prefix work that ran while the rollout process was decoding; `post_hidden_s` of it that
+    needs responses, scoring and training on groups (`post_s`), where the schedule is `streamed`.
+    """
 
     decode_s: float
     prefix_s: float
     hidden_s: float
+    post_s: float = 0.0
+    post_hidden_s: float = 0.0
 
     @property
     def hidden_share(self) -> float:
         """Part of the prefix work that was hidden, 0 to 1."""
         return self.hidden_s / self.prefix_s if self.prefix_s else 0.0
+
+    @property
+    def post_hidden_share(self) -> float:
+        """Part of the work on responses that was hidden, 0 to 1."""
+        return self.post_hidden_s / self.post_s if self.post_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -117,19 +126,27 @@ def times_by_window(plan: Plan, spans: Sequence[Span]) -> list[WindowTime]:
 
 
 def measured_overlap(spans: Iterable[Span]) -> Overlap:
-    """Decode, prefix, and prefix during decode on the first GPU, means over iterations."""
-    prefix: dict[int, list[Interval]] = {}
-    decode: dict[int, list[Interval]] = {}
+    """Decode, prefix and the work on responses, and what of them ran during decode on the first GPU, means a step."""
+    found: dict[str, dict[int, list[Interval]]] = {}
     for span in spans:
-        if span.process.rank == 0 and isinstance(span.step, Run) and span.step.task in ("prefix", "generate"):
-            into = prefix if span.step.task == "prefix" else decode
-            into.setdefault(span.iteration, []).append((span.start_ns, span.stop_ns))
+        if span.process.rank == 0 and isinstance(span.step, Run) and span.step.task in KINDS:
+            steps = found.setdefault(KINDS[span.step.task], {})
+            steps.setdefault(span.iteration, []).append((span.start_ns, span.stop_ns))
+    decode, prefix, post = (found.get(kind, {}) for kind in ("decode", "prefix", "post"))
     if not decode:
         return Overlap(0.0, 0.0, 0.0)
-    each = [
-        (length(decode[i]), length(prefix.get(i, [])), common(decode[i], prefix.get(i, []))) for i in sorted(decode)
-    ]
+    each = []
+    for i, decoding in sorted(decode.items()):
+        before, behind = prefix.get(i, []), post.get(i, [])
+        hidden = common(decoding, before), common(decoding, behind)
+        each.append((length(decoding), length(before), hidden[0], length(behind), hidden[1]))
     return Overlap(*(fmean(column) / 1e9 for column in zip(*each, strict=True)))
+
+
+KINDS = {"generate": "decode", "prefix": "prefix"} | dict.fromkeys(
+    ("suffix", "whole", "train", "prefix_backward"), "post"
+)
+"""What a task is in the account of overlap."""
 
 
 @dataclass
@@ -201,5 +218,6 @@ def write_report(report: Report, path: Path) -> None:
     """report.json: everything, plus what is derived."""
     data = asdict(report)
     data["overlap"]["hidden_share"] = report.overlap.hidden_share
+    data["overlap"]["post_hidden_share"] = report.overlap.post_hidden_share
     data["memory_as_planned"] = report.memory_as_planned
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -117,7 +117,7 @@ def _quantity(objective: str, value: float) -> str:
 def time_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     """Equation 1 of the paper, predicted: what is hidden, what could be at most, what a step takes."""
     t = plan.summary.times
-    hidden = max(t.serial_s - t.step_s, 0.0)
+    hidden = max(t.serial_s - t.step_s - t.hidden_post_s, 0.0)
     parts = (
         f"decode {seconds(t.decode_s)}",
         f"prefix {seconds(t.prefix_s)}",
@@ -125,10 +125,15 @@ def time_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
         f"post {seconds(t.post_s)}",
         f"step {seconds(t.step_s)}",
     )
+    streamed = f"{seconds(t.hidden_post_s)} of post hidden too" if t.hidden_post_s else ""
+    if t.streamed_s is not None and t.streamed_s < t.step_s:
+        gain = t.step_s / t.streamed_s
+        streamed = f"schedule=streamed {seconds(t.streamed_s)}, {gain:.2f}x of this, where it fits"
     more = (
         f"serial {seconds(t.serial_s)}, {t.speedup_vs_serial:.2f}x",
         f"decode slowed by {seconds(t.interference_s)}",
         f"transfers not hidden {seconds(t.exposed_transfer_s)}",
+        *((streamed,) if streamed else ()),
     )
     first, *rest = [*joined(parts, width - LABEL, "  "), *joined(more, width - LABEL, "  ")]
     return [*_raw("time", first), *(text for part in rest for text in _raw("", part))]

@@ -16,6 +16,7 @@ from mutants import (
     residency,
     roles,
     sizes,
+    streamed,
     tail,
     turns,
     update,
@@ -26,6 +27,6 @@ from mutants.edit import MUTANTS, Mutant
 __all__ = [
     "MUTANTS", "Mutant",
     "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pools", "residency", "roles", "sizes",
-    "tail", "turns",
+    "streamed", "tail", "turns",
     "update", "work",
 ]  # fmt: skip

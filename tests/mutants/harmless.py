@@ -97,6 +97,11 @@ def _steps(plan: dict[str, Any], edit: Edit) -> str:
     if a["window"] != b["window"]:
         return ""
     kinds = {a["kind"], b["kind"]}
+    if a["kind"] == "signal" and a["event"].endswith("]"):
+        return "a group's value that is sent a step later"
+    if kinds == {"wait", "run"}:
+        wait, run = (a, b) if a["kind"] == "wait" else (b, a)
+        return "" if wait["event"] in run["inputs"] else "a wait for what the step beside it does not take"
     if "wait" in kinds:
         return {"wait": "two waits", "barrier": "a value that comes before or behind a barrier"}.get(
             next(iter(kinds - {"wait"}), "wait"), "a wait and a move" if kinds & {"map", "fetch"} else ""

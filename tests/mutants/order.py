@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mutants.edit import change, insert, move, mutant, objects, place, put, steps, without
+from rollplex.ir.parts import whole
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Map, Run, Signal, Step, Unmap, UpdateChunk, Wait
 
@@ -130,13 +131,14 @@ def loss_without_responses(plan: Plan) -> Iterator[Plan]:
     generated = {r.name for r in plan.graph if r.op == "rx.generate"}
     for process, i, step in steps(plan, Run):
         if step.task == "train":
-            for name in generated:
+            for name in (n for n in step.inputs if whole(n) in generated):
                 yield put(plan, process, i, change(step, inputs=without(step.inputs, name)))
 
 
 @mutant("suffix-before-rollout")
 def suffix_before_rollout(plan: Plan) -> Iterator[Plan]:
-    for process, i, step in steps(plan, Run):
+    """Where all responses come together; of groups that come one by one see streamed.py."""
+    for process, i, step in steps(plan, Run) if plan.schedule != "streamed" else ():
         if step.task in RESPONSES:
             yield move(plan, process, i, place(plan, process, "rollout-complete"))
 

@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NODE, CLUSTER, HOST = "qwen2_5_vl_32b_h800x8", "qwen2_5_vl_32b_h800x32", "shapes_host"
 PPO, DAPO, MOE = "ppo_32b_h800x32", "dapo_32b_h800x32", "gspo_30b_a3b_h800x16"
 FEW = ("workload.prompts=2", "optimizer.chunks=6")
+STREAMED = ("schedule=streamed", "workload.response_median=512", "roles.actor.rollout.kv_cache_gib=16")
 TRAIN = "roles.actor.train."
 PARTIAL = "workload.rollout={kind: partial, share: 0.5}"
 OVERSAMPLE = "workload.rollout={kind: oversample, factor: 2}"
@@ -35,6 +36,7 @@ schedule: serial
 PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "rollplex": ("grpo", NODE, FEW),
     "serial": ("grpo", NODE, ("schedule=serial", *FEW)),
+    "streamed": ("grpo", NODE, (*STREAMED, *FEW)),
     "naive": ("grpo", NODE, ("schedule=naive", "workload.prompts=2")),
     "no weight sharing": ("grpo", NODE, ("ablate=[weight_sharing]", *FEW)),
     "four nodes": ("grpo", CLUSTER, ("workload.prompts=8",)),

@@ -29,6 +29,11 @@ class Rollout:
         cut = slice(prompts.start, prompts.stop)
         return Rollout(self.tokens[cut], self.lengths[cut], self.logprobs[cut])
 
+    def rows(self, prompts: Sequence[int]) -> Rollout:
+        """The responses to these prompts, in this order."""
+        at = torch.tensor(list(prompts), dtype=torch.int64)
+        return Rollout(self.tokens[at], self.lengths[at], self.logprobs[at])
+
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
         """The parts of several engines, in the order of their prompts."""

@@ -18,7 +18,7 @@ from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.facts import load_facts
 from rollplex.backends.hf.model import HostModel
-from rollplex.backends.host.rollout import generate
+from rollplex.backends.host.rollout import Decoding
 from rollplex.backends.host.sharded import sharded_model
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.publication import Subscription
@@ -26,7 +26,8 @@ from rollplex.backends.shard import shard_of
 from rollplex.backends.training.placement import DTYPES, config_of, split, tensors_of
 from rollplex.backends.training.refresh import REFRESH, START_S, copies
 from rollplex.ir.job import Job
-from rollplex.ir.placement import Seat
+from rollplex.ir.parts import group_of
+from rollplex.ir.placement import Seat, prompts_of_group
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Rebuild, Run
 
@@ -47,6 +48,8 @@ class RolloutEngine:
         self._model = self._sharded(plan, seat, groups)
         self._seat, self._ranks = seat, groups
         self._dice = [torch.Generator() for _ in seat.prompts]
+        self._decoding: Decoding | None = None
+        self._seconds = 0.0
         self._sampled: str = ""
         self._begun = 0
         self._published: Subscription | None = None
@@ -91,12 +94,18 @@ class RolloutEngine:
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
         (prompts,) = (inputs[name] for name in step.inputs)
+        (made,) = step.outputs
         started = time.monotonic()
         # A copy of its own has no other writer: this rank enters the exchange that refreshes it.
         with self._published.readable(self._begun - 1) if self._published else nullcontext():
-            rollout = self._generate(prompts.of(self._seat.prompts))
-        self._note(rollout, time.monotonic() - started)
-        return dict.fromkeys(step.outputs, rollout)
+            if self._decoding is None:
+                self._decoding, self._seconds = self._begin(prompts.of(self._seat.prompts)), 0.0
+            rollout = self._decoding.until(self._wanted(group_of(made)))
+        self._seconds += time.monotonic() - started
+        if group_of(made) in (None, self.job.prompts_per_rank - 1):
+            self._note(self._decoding.until(self._wanted(None)), self._seconds)
+            self._decoding = None
+        return {made: self._sent(rollout)}
 
     def exchange(self, step: Exchange) -> None:
         assert step.group == REFRESH, "training ranks exchange weights"
@@ -138,9 +147,14 @@ class RolloutEngine:
         tower = split(pages.pages(vision, self.dtype), tensors_of(job, role, "vision"))
         return sharded_model(config_of(job), shard, pages.pages(weights, self.dtype), buffer, tower, groups)
 
-    def _generate(self, prompts: PromptBatch) -> Rollout:
+    def _wanted(self, group: int | None) -> list[int]:
+        """Which of the engine's prompts are of a group of the training ranks, by their places here; all, for none."""
+        own = self._seat.prompts
+        return [p - own.start for p in (own if group is None else prompts_of_group(self.job, group)) if p in own]
+
+    def _begin(self, prompts: PromptBatch) -> Decoding:
         job = self.job
-        rollout = generate(
+        return Decoding(
             self._model,
             prompts.prompts,
             job.group,
@@ -151,10 +165,14 @@ class RolloutEngine:
             eos=prompts.eos,
             tp=self.job.rollout_tp,
         )
+
+    def _sent(self, rollout: Rollout) -> Rollout:
         losses = torch.float64 if self.dtype == torch.float64 else torch.float32
         return replace(rollout, logprobs=rollout.logprobs.to(losses))
 
-    def _note(self, rollout: Rollout, seconds: float) -> None:
+    def _note(self, sampled: Rollout, seconds: float) -> None:
+        """Metrics and digest of all responses of the step, whether or not they left group by group."""
+        rollout = self._sent(sampled)
         tokens = int(rollout.lengths.sum())
         self._metrics = {
             "response_tokens": tokens / rollout.lengths.numel(),

@@ -37,38 +37,74 @@ def generate(
     tp: int = 1,
     on_step: Callable[[int, int], None] = lambda step, live: None,
 ) -> Rollout:
-    """Sample n responses of up to `max_tokens` tokens for every prompt; temperature 0 takes the likeliest token.
+    """Sample n responses of up to `max_tokens` tokens for every prompt, all of them; the arguments are `Decoding`'s."""
+    decoding = Decoding(model, prompts, n, max_tokens, temperature, dice, kv, eos=eos, tp=tp, on_step=on_step)
+    return decoding.until(range(len(prompts)))
 
-    `model` is whole, or one rank's of `tp` that sample the same tokens together.
-    `kv` is flat memory of the caller's in the model's dtype that holds all keys and values (sizes.rollout_kv_bytes at
-    most); raises OutOfMemory with the shortfall. `on_step(step, live rows)` is called after every prefill (step 0) and
-    every decode step. `dice` has a generator for each prompt:
-    what a prompt samples does not depend on which others share its engine. The same generator states, weights, prompts
-    and thread count give the same bits.
+
+class Decoding:
+    """One step's sampling, which goes on as far as somebody waits for: `until` these prompts, then those.
+
+    Rows of all prompts decode together, whoever is waited for.
     """
-    cache = _Cache(model, prompts, n, max_tokens, kv, tp)
-    rows = len(prompts) * n
-    thrown = torch.cat([torch.rand(n, max_tokens, generator=die, dtype=torch.float64) for die in dice])
-    for slot, prompt in zip(cache.prefixes, prompts, strict=True):
-        run_prefix(model, prompt, slot, attached=False)
-        on_step(0, rows)
-    tokens, lengths = torch.zeros(rows, max_tokens, dtype=torch.int64), torch.full((rows,), max_tokens)
-    logprobs = torch.zeros(rows, max_tokens, dtype=kv.dtype)
-    current = torch.cat([p.input_ids[-1:].expand(n) for p in prompts])
-    for step in range(max_tokens):
-        live = cache.live
-        logits = _decode(model, cache, current, step)
-        current = _sample(logits, temperature, thrown[live, step])
-        tokens[live, step] = current
-        logprobs[live, step] = token_logprobs(logits, current, temperature or 1.0)
-        ended = torch.isin(current, torch.tensor(eos))
-        lengths[live[ended]] = step + 1
-        current = cache.drop(ended, current, step + 1)
-        on_step(step + 1, len(current))
-        if not len(current):
-            break
-    shape = (len(prompts), n, max_tokens)
-    return Rollout(tokens.view(shape), lengths.view(shape[:2]), logprobs.view(shape))
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: HostModel,
+        prompts: Sequence[Prompt],
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        dice: Sequence[torch.Generator],
+        kv: Tensor,
+        *,
+        eos: Sequence[int],
+        tp: int = 1,
+        on_step: Callable[[int, int], None] = lambda step, live: None,
+    ) -> None:
+        """Prefill; temperature 0 takes the likeliest token.
+
+        `model` is whole, or one rank's of `tp` that sample the same tokens together.
+        `kv` is flat memory of the caller's in the model's dtype that holds all keys and values (sizes.rollout_kv_bytes
+        at most); raises OutOfMemory with the shortfall. `on_step(step, live rows)` is called after every prefill (step
+        0) and every decode step. `dice` has a generator for each prompt: what a prompt samples does not depend on which
+        others share its engine. The same generator states, weights, prompts and thread count give the same bits.
+        """
+        self._model, self._temperature, self._on_step = model, temperature, on_step
+        self._cache = _Cache(model, prompts, n, max_tokens, kv, tp)
+        self._eos, self._step, self._shape = torch.tensor(eos), 0, (len(prompts), n, max_tokens)
+        rows = len(prompts) * n
+        self._thrown = torch.cat([torch.rand(n, max_tokens, generator=die, dtype=torch.float64) for die in dice])
+        for slot, prompt in zip(self._cache.prefixes, prompts, strict=True):
+            run_prefix(model, prompt, slot, attached=False)
+            on_step(0, rows)
+        self._tokens = torch.zeros(rows, max_tokens, dtype=torch.int64)
+        self._lengths = torch.full((rows,), max_tokens)
+        self._logprobs = torch.zeros(rows, max_tokens, dtype=kv.dtype)
+        self._current = torch.cat([p.input_ids[-1:].expand(n) for p in prompts])
+
+    @torch.no_grad()
+    def until(self, prompts: Sequence[int]) -> Rollout:
+        """Decode until the last response to these prompts has ended; they alone, in this order."""
+        wanted = torch.tensor(list(prompts), dtype=torch.int64)
+        while self._step < self._shape[2] and torch.isin(self._cache.prompt_of[self._cache.live], wanted).any():
+            self._one_token()
+        tokens, logprobs = self._tokens.view(self._shape), self._logprobs.view(self._shape)
+        return Rollout(tokens[wanted], self._lengths.view(self._shape[:2])[wanted], logprobs[wanted])
+
+    def _one_token(self) -> None:
+        """One more token of every live row."""
+        live, step = self._cache.live, self._step
+        logits = _decode(self._model, self._cache, self._current, step)
+        current = _sample(logits, self._temperature, self._thrown[live, step])
+        self._tokens[live, step] = current
+        self._logprobs[live, step] = token_logprobs(logits, current, self._temperature or 1.0)
+        ended = torch.isin(current, self._eos)
+        self._lengths[live[ended]] = step + 1
+        self._current = self._cache.drop(ended, current, step + 1)
+        self._step += 1
+        self._on_step(self._step, len(self._current))
 
 
 def _sample(logits: Tensor, temperature: float, dice: Tensor) -> Tensor:

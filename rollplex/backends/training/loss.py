@@ -14,20 +14,24 @@ import torch
 from torch import Tensor
 
 from rollplex.backends.collectives import Groups
+from rollplex.backends.data.parts import wholes_of
 from rollplex.ir.errors import RunError
 from rollplex.ir.grouploss import group_loss, row_values, scale_of, undivided, wide_values
+from rollplex.ir.parts import part, wholes
+from rollplex.ir.placement import Seat
 from rollplex.ir.plan import LossPlan, Plan
 
 
 class Scores:
     """What the models of this rank have said in a step, detached, [1, group, ..] a group; losses are made of it.
 
-    A group is one of the rank's `prompts`, by its number there; what comes from outside has all prompts of the step.
-    `heads` says of each model call what it gives, logprobs, values or score, and `roles` whose it is.
+    A group is one of the rank's prompts, by its number there; what comes from outside has all prompts of the step, or,
+    under `streamed`, a row for each data-parallel rank. `heads` says of each model call what it gives, logprobs, values
+    or score, and `roles` whose it is.
     """
 
-    def __init__(self, plan: Plan, prompts: range, ranks: Groups) -> None:
-        self.own, self._ranks = prompts, ranks
+    def __init__(self, plan: Plan, seat: Seat, ranks: Groups) -> None:
+        self.own, self._copy, self._ranks = seat.prompts, seat.copy, ranks
         self.prompts = next(record.name for record in plan.graph if record.op == "input")
         self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
         calls = {record.name: record for record in plan.graph if record.op == "rx.suffix"}
@@ -51,12 +55,13 @@ class Scores:
         """The mean score of every reward model on this rank, by its role."""
         return {self.roles[n]: float(self.scored(n).mean()) for n in self._found if self.heads[n] == "score"}
 
-    def row(self, name: str, value: Any, group: int) -> Any:
-        """The rows of one of the rank's groups; its own models speak of no others."""
+    def row(self, name: str, inputs: Mapping[str, Any], group: int) -> Any:
+        """The rows [1, ..] of one of the rank's groups, of what its own models say or of a value, whole or in parts."""
         if name in self._found:
             return self._found[name][group]
-        prompt = self.own[group]
-        return value[prompt : prompt + 1] if isinstance(value, Tensor) else value.of(range(prompt, prompt + 1))
+        parted = part(name, group) in inputs
+        value, row = (inputs[part(name, group)], self._copy) if parted else (inputs[name], self.own[group])
+        return value[row : row + 1] if isinstance(value, Tensor) else value.of(range(row, row + 1))
 
     def widen(self, name: str, value: Any) -> Any:
         """The rows of all prompts of the step, in their order: what models say is gathered from all ranks."""
@@ -85,7 +90,7 @@ class StepLoss:
 
     def scale(self, inputs: Mapping[str, Any]) -> float:
         """What makes the sums over groups, of loss and gradient, those of the step: once, behind the last group."""
-        self._scale = scale_of(self._plan, self._widened(inputs, self._plan.divisor_inputs))
+        self._scale = scale_of(self._plan, self._widened(wholes_of(inputs), self._plan.divisor_inputs))
         return self._scale
 
     def backward(self, node: str, group: int, found: Tensor, inputs: Mapping[str, Any]) -> None:
@@ -94,7 +99,7 @@ class StepLoss:
         A group's rows are computed from its own alone, whatever else is there: the same bits in every schedule.
         """
         wide = self._step_values(inputs)
-        rows = row_values(self._plan, {n: self._scores.row(n, v, group) for n, v in inputs.items()}, wide)
+        rows = row_values(self._plan, {n: self._scores.row(n, inputs, group) for n in wholes(inputs)}, wide)
         loss = group_loss(self._plan, rows, {node: found}, 0)
         value = float(loss.detach())
         if not torch.isfinite(loss.detach()):

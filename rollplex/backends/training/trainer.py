@@ -72,7 +72,7 @@ class TrainEngine:
         self._objects = PlannedObjects(plan, "train", process, fds)
         roles = [name for name, role in job.roles.items() if role.train or role.score]
         self._replicas = {role: make(role, self._objects) for role in roles}
-        self._scores = Scores(plan, seat.prompts, groups)
+        self._scores = Scores(plan, seat, groups)
         self._losses = {role: StepLoss(loss, self._scores) for role, loss in plan.losses.items()}
         self._groups: dict[int, Group] = {}
         for role in job.trained:
@@ -245,7 +245,7 @@ class TrainEngine:
 
     def _parts(self, step: Run, inputs: Mapping[str, Any]) -> list[list[Tensor]]:
         """The responses of a group, as many at a time as the plan has room for."""
-        responses = inputs[self._scores.rollout].responses(self._prompts[step.microbatch])
+        responses = self._scores.row(self._scores.rollout, inputs, step.microbatch).responses(0)
         size = self.plan.summary.chunks.microbatch.suffix_responses
         return [responses[i : i + size] for i in range(0, len(responses), size)]
 

@@ -19,6 +19,7 @@ from rollplex.ir.check.weight_classes import check_weight_classes
 from rollplex.ir.engines import runs
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
+from rollplex.ir.job_schema import OVERLAPPED
 from rollplex.ir.lora import lora_of, reads_base, served_bytes, trained_parts, trained_spec
 from rollplex.ir.planned_job import job_of
 from rollplex.ir.shards import owned_parameters, rank_parameters, stage_parameters
@@ -191,7 +192,7 @@ def policy(facts: Facts, job: Job) -> Iterator[Violation]:
     beside = any(not facts.past(at, ROLLOUT_COMPLETE) for at, _ in facts.runs("prefix"))
     kinds = ("none", job.sharing.kind) if beside else ("none",)
     share = job.sharing.share if told.kind == job.sharing.kind else None
-    if told.kind not in kinds or (beside and job.schedule in ("rollplex", "naive") and told.kind == "none"):
+    if told.kind not in kinds or (beside and job.schedule in OVERLAPPED and told.kind == "none"):
         yield Violation("asked", f"policy {told.kind}, the job's sharing is {job.sharing.kind}", where="policy")
     elif told.share != share:
         yield Violation("asked", f"share {told.share}, the job's is {share}", where="policy")

@@ -95,6 +95,11 @@ class Facts:
         """Every run that works on one prompt group."""
         return list(self.runs(*BY_GROUP))
 
+    @property
+    def streamed(self) -> bool:
+        """Whether groups are trained on while others decode."""
+        return self.plan.schedule == "streamed"
+
     @cached_property
     def trained(self) -> tuple[str, ...]:
         """Roles that the plan updates."""

@@ -2,6 +2,7 @@
 
 serial = decode + prefix + post + exposed            step = max(decode + interference, prefix / share) + post + exposed
 speedup = serial / step                              bound = min(prefix - interference, decode), at least 0
+Under `streamed` a step is less by the work behind decode that is done before decode ends.
 Of several turns step and bound are sums over them, and the environment's seconds lie between.
 Source: paper section 3.1, equation 1. Seconds are predicted; what is checked is that they agree.
 """
@@ -19,7 +20,7 @@ from rollplex.ir.steps import Publish, Rebuild, UpdateChunk
 
 ROUNDED_S = 1e-4
 """Each figure is rounded to a microsecond, and dozens of windows are summed up."""
-EQUATION_1 = ("rollplex", "naive")
+EQUATION_1 = ("rollplex", "streamed", "naive")
 """Schedules that run prefixes beside decode; the others run one after the other."""
 
 
@@ -36,7 +37,9 @@ def times(facts: Facts) -> Iterator[Violation]:
     once = TurnTimes(decode_s=max(0.0, t.decode_s - alone), prefix_s=t.prefix_s, interference_s=t.interference_s)
     turns = t.turns or (once,)
     together = alone + sum(max(u.decode_s + u.interference_s, u.prefix_s / share) for u in turns) + rest
+    together -= t.hidden_post_s
     bound = sum(max(0.0, min(u.prefix_s - u.interference_s, u.decode_s)) for u in turns)
+    yield from _hidden(facts)
     if facts.plan.schedule != "disaggregated":  # whose serial schedule is another, on all GPUs
         yield from _same("serial_s", t.serial_s, serial)
     yield from _same("step_s", t.step_s, together if beside else serial)
@@ -46,6 +49,25 @@ def times(facts: Facts) -> Iterator[Violation]:
     if t.step_s:
         yield from _same("speedup_vs_serial", t.speedup_vs_serial, t.serial_s / t.step_s)
     yield from _same("the windows' seconds", sum(w.seconds for w in facts.plan.summary.windows), t.step_s)
+
+
+def _hidden(facts: Facts) -> Iterator[Violation]:
+    """Only `streamed` hides work behind decode: of all groups but the last, whose own is what P2's windows take."""
+    t, streamed = facts.plan.summary.times, facts.plan.schedule == "streamed"
+    if t.hidden_post_s and not streamed:
+        yield Violation("times", f"{facts.plan.schedule} hides {t.hidden_post_s:.6f} s behind decode", where="times")
+    if t.streamed_s is not None and (facts.plan.schedule != "rollplex" or not t.streamed_s):
+        yield Violation(
+            "times", f"{facts.plan.schedule} is told a step of {t.streamed_s:.6f} s streamed", where="times"
+        )
+    if not streamed:
+        return
+    groups = max(s.microbatch for _, s in facts.runs("train"))
+    last = sum(w.seconds for w in facts.plan.summary.windows if w.phase == "P2")
+    most = min(groups * last, t.decode_s + t.interference_s, t.post_s)
+    if t.hidden_post_s > most + ROUNDED_S * max(1.0, most):
+        what = f"{t.hidden_post_s:.6f} s are hidden, at most {most:.6f} of {groups} groups can be"
+        yield Violation("times", what, where="times")
 
 
 def publication(facts: Facts) -> Iterator[Violation]:

@@ -56,6 +56,11 @@ RULES: dict[str, Rule] = {
     "suffix-before-rollout": Rule(
         "what depends on responses runs after barrier rollout-complete", "paper 3.1", "move it behind the barrier"
     ),
+    "group-order": Rule(
+        "a group is worked on with its own responses, and gradients add up in the order of groups",
+        "paper 3.2",
+        COMPILE_AGAIN,
+    ),
     "race": Rule(
         "no page changes while another process may use it", "paper 3.1", "order the two steps by an event"
     ),

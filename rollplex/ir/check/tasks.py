@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.parts import group_of, part, wholes
 from rollplex.ir.plan import NodeRecord
 from rollplex.ir.steps import Run, Task
 
@@ -50,11 +51,16 @@ def _executes(step: Run, record: NodeRecord | None) -> bool:
 
 def once(facts: Facts) -> Iterator[Violation]:
     """Prompts, responses and host results are made once, and all that the graph asks for."""
-    done = Counter(s.node for _, s in facts.runs(*MAKERS))
+    done = Counter(name for _, s in facts.runs(*MAKERS) for name in s.outputs or (s.node,))
     asked = {r.name for r in facts.plan.graph if r.op in ("input", "rx.generate", "rx.host")}
-    for node in sorted({*done, *asked}):
+    parted = wholes(name for name in done if group_of(name) is not None) if facts.streamed else ()
+    groups = range(facts.group_count(facts.trained[-1])) if parted else range(0)
+    wanted = {part(node, m) for node in parted for m in groups} | (asked - set(parted))
+    for node in sorted({*done, *wanted}):
         if done[node] != 1:
             yield Violation("once", f"%{node} is made {done[node]} times", where=node)
+        if node not in wanted and node in done:
+            yield Violation("once", f"%{node} is no value of the graph", where=node)
 
 
 def outputs(facts: Facts) -> Iterator[Violation]:
@@ -66,10 +72,18 @@ def outputs(facts: Facts) -> Iterator[Violation]:
         elif step.task == "train":  # whose value others may need, and who needs it will miss it
             right = step.outputs in ((), (step.node,))
         else:
-            right = step.outputs == ((step.node,) if step.task in (*MAKERS, "suffix", "whole") else ())
+            made = part(step.node, step.microbatch) if in_parts(facts, step) else step.node
+            right = step.outputs == ((made,) if step.task in (*MAKERS, "suffix", "whole") else ())
         if not right:
             what = f"it works on %{step.node} and gives {', '.join(step.outputs) or 'nothing'}"
             yield Violation("once", what, at)
+
+
+def in_parts(facts: Facts, step: Run) -> bool:
+    """Whether a task makes a value group by group: responses under `streamed`, and what hosts make of them."""
+    if not facts.streamed or step.task not in ("generate", "host"):
+        return False
+    return step.task == "generate" or any(group_of(name) is not None for name in step.inputs)
 
 
 def listed(facts: Facts) -> Iterator[Violation]:
@@ -109,10 +123,13 @@ def _writes(facts: Facts, step: Run) -> set[str]:
 
 
 def same_objects(facts: Facts) -> Iterator[Violation]:
-    """A task lists the same objects and values for every group: what one leaves out escapes the other checks."""
+    """A task lists the same objects and values for every group: what one leaves out escapes the other checks.
+
+    Decode that is waited for group by group is one task too.
+    """
     first: dict[tuple[str, str, str], tuple[At, frozenset[str]]] = {}
-    for at, step in facts.groups:
-        listed = frozenset((*step.reads, *step.writes, *step.streams, *step.inputs))
+    for at, step in (*facts.groups, *facts.runs("generate")):
+        listed = frozenset((*step.reads, *step.writes, *step.streams, *wholes(step.inputs)))
         like, expected = first.setdefault((step.role, step.task, step.node), (at, listed))
         if listed != expected:
             names = ", ".join(sorted(listed ^ expected))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from rollplex.ir.check.facts import BY_GROUP, ROLLOUT_COMPLETE, Facts
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
+from rollplex.ir.parts import group_of, whole, wholes
 from rollplex.ir.plan import references
 from rollplex.ir.steps import Run, Signal, Wait
 
@@ -48,6 +49,7 @@ def check_values(facts: Facts, order: Order) -> Iterator[Violation]:
                 values.held[at.process].update(values.carried.get(event, {}))
             case _:
                 pass
+    yield from group_order(facts)
     yield from check_inputs(facts)
 
 
@@ -59,7 +61,8 @@ def _run(facts: Facts, values: _Values, at: At, step: Run) -> Iterator[Violation
             values.held[at.process].setdefault(name, set()).add(WHOLE)
     taken = () if step.node in facts.observations else step.inputs  # a turn's responses are final when they are sent
     late = values.responses.intersection(taken) or step.task in ("suffix", "train", "prefix_backward")
-    if late and not facts.past(at, ROLLOUT_COMPLETE):
+    yield from _own_group(facts, at, step)
+    if late and not facts.past(at, ROLLOUT_COMPLETE) and not _of_one_group(facts, values, step):
         yield Violation("suffix-before-rollout", "responses are final only behind barrier rollout-complete", at)
     if step.task == "generate" and facts.past(at, ROLLOUT_COMPLETE):
         yield Violation("suffix-before-rollout", "it still makes responses behind barrier rollout-complete", at)
@@ -67,6 +70,36 @@ def _run(facts: Facts, values: _Values, at: At, step: Run) -> Iterator[Violation
         values.held[at.process].setdefault(name, set()).add(microbatch)
         if late or step.task == "generate":
             values.responses.add(name)
+
+
+def _of_one_group(facts: Facts, values: _Values, step: Run) -> bool:
+    """Whether all that a task takes of responses is of its own group, which is complete when it is sent."""
+    late = values.responses.intersection(step.inputs) - facts.makers.keys()
+    return facts.streamed and step.task != "grad_norm" and all(group_of(n) == step.microbatch for n in late)
+
+
+def _own_group(facts: Facts, at: At, step: Run) -> Iterator[Violation]:
+    """A task on a group takes its own part of a value, and a norm the parts of all groups."""
+    found = [(name, group_of(name)) for name in step.inputs]
+    if step.task == "grad_norm":
+        groups = set(range(facts.taken(step.role)))
+        for name in wholes(n for n, m in found if m is not None):
+            if {m for n, m in found if m is not None and whole(n) == name} != groups:
+                yield Violation("group-order", f"it takes {name} of some groups only", at)
+        return
+    for name, group in found:
+        if group not in (None, step.microbatch):
+            yield Violation("group-order", f"it takes {name}, and works on group {step.microbatch}", at)
+
+
+def group_order(facts: Facts) -> Iterator[Violation]:
+    """Under `streamed` gradients add up in the order of groups, so that the sum is that of every other schedule."""
+    last: dict[tuple[str, str, str], int] = {}
+    for at, step in facts.runs("train", "prefix_backward") if facts.streamed else ():
+        key = (step.role, step.task, step.node)
+        if step.microbatch < last.get(key, 0):
+            yield Violation("group-order", f"it comes behind group {last[key]}: sums of gradients differ", at)
+        last[key] = step.microbatch
 
 
 def _groups(facts: Facts, step: Run, name: str, microbatch: int) -> set[int]:
@@ -96,7 +129,7 @@ def check_inputs(facts: Facts) -> Iterator[Violation]:
     losses = {s.role: s.node for _, s in facts.runs("grad_norm")}
     for at, step in facts.runs("grad_norm"):
         loss = facts.plan.losses.get(step.role)
-        if loss is not None and set(step.inputs) != set(loss.divisor_inputs):
+        if loss is not None and set(wholes(step.inputs)) != set(loss.divisor_inputs):
             given, taken = (", ".join(names) or "nothing" for names in (loss.divisor_inputs, step.inputs))
             what = f"takes {taken}, the divisor %{loss.divisor or 'none'} is made of {given}"
             yield Violation("missing-input", what, at)
@@ -109,9 +142,10 @@ def check_inputs(facts: Facts) -> Iterator[Violation]:
         own = forwards[step.role] if step.task == "train" else {step.node}
         if (node, step.node) not in known:
             known[node, step.node] = _makers_behind(node, args, makers, own)
-        for name in sorted(known[node, step.node] - set(step.inputs)):
+        given = set(wholes(step.inputs))
+        for name in sorted(known[node, step.node] - given):
             yield Violation("missing-input", f"%{node} is made of %{name}, which is not among its inputs", at)
-        for name in sorted(set(step.inputs) - (makers - own if step.task == "train" else known[node, step.node])):
+        for name in sorted(given - (makers - own if step.task == "train" else known[node, step.node])):
             yield Violation("missing-input", f"%{node} is not made of %{name}, which is among its inputs", at)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from rollplex.ir.check.facts import Facts, reads
 from rollplex.ir.check.rules import At, Violation
-from rollplex.ir.check.tasks import WHOLE
+from rollplex.ir.check.tasks import WHOLE, in_parts
 from rollplex.ir.steps import Run
 
 OF_TASK = {
@@ -79,7 +79,7 @@ def slots(facts: Facts) -> Iterator[Violation]:
             name = boundary.name if boundary else step.role
             yield Violation("slot", f"group {step.microbatch}, where {name} has {groups} slots", at, name)
     for at, step in facts.runs("load", "generate", "host", "grad_norm"):
-        if step.microbatch:
+        if step.microbatch and not in_parts(facts, step):
             yield Violation("slot", f"group {step.microbatch} of a task that works on the whole step", at)
     for o in facts.objects.values():
         boundary = facts.boundaries.get(o.role)

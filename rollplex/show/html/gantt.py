@@ -82,14 +82,11 @@ def _trainer(plan: Plan, time: TimeScale) -> Iterator[Bar]:
 
 def _controller(plan: Plan, time: TimeScale) -> Iterator[Bar]:
     """Host functions, in the window in which the controller calls them."""
-    for step in plan.programs.get("controller", ()):
-        if isinstance(step, Run) and step.task == "host":
-            span = time.span(step.window)
-            called = plan.hosts.get(step.node, step.node)
-            end = span.x + min(span.width, max(22.0, CHARACTER * len(called) + 12))
-            yield Bar(
-                "controller", "host", called, span.x, end, f"{called} on the host\nwhile {span.name} waits for it"
-            )
+    runs = (s for s in plan.programs.get("controller", ()) if isinstance(s, Run) and s.task == "host")
+    for node, window in dict.fromkeys((step.node, step.window) for step in runs):  # group by group under `streamed`
+        span, called = time.span(window), plan.hosts.get(node, node)
+        end = span.x + min(span.width, max(22.0, CHARACTER * len(called) + 12))
+        yield Bar("controller", "host", called, span.x, end, f"{called} on the host\nwhile {span.name} waits for it")
 
 
 def _link(plan: Plan, time: TimeScale) -> Iterator[Bar]:
@@ -141,9 +138,10 @@ def _bar(bar: Bar, index: int) -> Markup:
 
 
 def _overlap(bars: list[Bar], lanes: list[str], time: TimeScale) -> Markup:
-    """Where the trainer runs prefixes while the rollout engine decodes."""
+    """Where the trainer works while the rollout engine decodes: on prefixes, and on groups that are complete."""
     decode = next((b for b in bars if b.lane == "rollout"), None)
-    both = [b for b in bars if decode and b.kind == "prefix" and decode.start <= b.start and b.end <= decode.end]
+    trainer = [b for b in bars if b.lane == "trainer" and b.kind in ("prefix", "suffix")]
+    both = [b for b in trainer if decode and decode.start <= b.start and b.end <= decode.end]
     height = len(lanes) * (LANE + GAP)
     return el("g", *(
         el("rect", x=b.start, y=TOP - 4, width=b.end - b.start, height=height, class_="overlap") for b in both
