@@ -56,10 +56,10 @@ def trained(plan: Plan) -> tuple[dict[str, Any], list[list[int]]]:
     """Digests, losses, norms and rewards of three steps, and how long the groups of each were."""
     run = InThreads(plan, {"reward": luck})
     run.feed._eos = ENDS
+    optimizer = run.states[TRAIN].optimizer("actor")
     found, longest = dict[str, Any](), []
     for k in range(STEPS):
         run.step(k)
-        optimizer = run.states[TRAIN].optimizer("actor")
         metrics = run.train.finish().sums | optimizer.metrics | run.feed.metrics
         found |= {f"{name} of step {k}": value for name, value in metrics.items()}
         longest.append(lengths(run, ROLLOUT))
