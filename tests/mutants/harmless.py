@@ -30,7 +30,8 @@ summary\.tail\.(ends_at_tokens|snapshots)""",
     "most that a GPU sends: the engines' row orders say": r"""summary\.layout\.classes\.\*\.sends_bytes""",
     "figures of other compilations": r"""summary\.runners_up(\.\*(\.(peak_bytes|step_s))?)?
 infeasible\.remedies\.\*\.(change|frees_bytes|costs_s|costs_share|verified)
-infeasible\.remedies(\.\*)?""",
+infeasible\.remedies(\.\*)?
+summary\.times\.streamed_s""",
     "read by a run or a solver, not by a plan": r"""job\.run(\..*)?
 job\.solver\..*
 job\.optimizer\.(kind|lr|betas(\.\*)?|eps|weight_decay|no_decay(\.\*)?|clip_norm)
