@@ -2,6 +2,8 @@
 # make test    install into .venv, run every check and every test
 # make check   the checks alone: lint, format, types, import directions
 # make numbers   what was published beside what the compiler computes: models, Table 1, layout, Figure 8
+# make faults    strike every kind of step of every process, fill disks, break checkpoints: a table of what comes of it
+# make soak      300 steps of the shapes example, watched for leaks
 # make clean   remove the environment, the example's data, runs and caches
 #
 # Needs python3 (3.11 to 3.13) and make, nothing else. To choose another interpreter: make demo PYTHON=python3.12
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 DATA := examples/data/shapes
 export TORCH_INDEX
 
-.PHONY: help demo plan train test check numbers clean venv-host venv-dev
+.PHONY: help demo plan train test check numbers faults soak clean venv-host venv-dev
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -42,6 +44,12 @@ check: venv-dev
 
 numbers: venv-host
 	@$(BIN)/python tools/reproduce.py
+
+faults: venv-dev
+	@$(BIN)/python tools/faults.py
+
+soak: venv-dev $(DATA)/model.made
+	@$(BIN)/python tools/soak.py
 
 clean:
 	rm -rf $(VENV) examples/data runs build dist *.egg-info

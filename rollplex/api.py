@@ -215,12 +215,19 @@ def models() -> tuple[ModelSpec, ...]:
 # ---- run
 
 
-def run(plan: Plan, *, hosts: Mapping[str, HostFunction], out_dir: Path, progress: Progress | None = None) -> RunResult:
+def run(
+    plan: Plan,
+    *,
+    hosts: Mapping[str, HostFunction],
+    out_dir: Path,
+    progress: Progress | None = None,
+    resume: bool = False,
+) -> RunResult:
     """Execute a plan in engine processes on this machine; see `rollplex.runtime.run.run_plan`."""
     from rollplex.runtime.events import silent
     from rollplex.runtime.run import run_plan
 
-    return run_plan(plan, hosts=hosts, out_dir=out_dir, progress=progress or silent)
+    return run_plan(plan, hosts=hosts, out_dir=out_dir, progress=progress or silent, resume=resume)
 
 
 def with_steps(plan: Plan, steps: int) -> Plan:

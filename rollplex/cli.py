@@ -149,7 +149,8 @@ def run(
     overrides: Overrides = None,
     job: Annotated[Path | None, typer.Option("--job", "-j", help="the job; not with a plan")] = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option("--out", help="a new directory for the results")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="a directory for the results, new or empty")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out, if one began there")] = False,
     steps: Annotated[int | None, typer.Option(help="iterations, instead of the job's")] = None,
     host: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE.py:FUNCTION", help="bind a host function")
@@ -158,6 +159,8 @@ def run(
     """Run an algorithm, or a compiled plan, in engine processes on this machine, and print a report."""
     from rollplex import hosts
 
+    if resume and out is None:
+        raise RunError("which run?", where="--resume", hint="--out names the directory of the run to go on with")
     compiled = _program(program, job, _overrides(overrides, set_))
     plan = compiled.plan if steps is None else api.with_steps(compiled.plan, steps)
     if not plan.feasible:
@@ -165,7 +168,7 @@ def run(
         raise typer.Exit(1)
     bound = compiled.algorithm.fn.__globals__ if compiled.algorithm else {}
     functions = hosts.find(plan, bound, host or ())
-    _run(plan, functions, out or _free_directory(program))
+    _run(plan, functions, out or _free_directory(program), resume)
 
 
 @app.command()
@@ -293,12 +296,12 @@ def _program(program: str, job: Path | None, overrides: list[str]) -> api.Compil
     return api.Compiled(api.load_plan(program), None)
 
 
-def _run(plan: Plan, functions: dict, out_dir: Path) -> None:
+def _run(plan: Plan, functions: dict, out_dir: Path, resume: bool) -> None:
     from rollplex.runtime.printing import print_report
     from rollplex.watch import RunWatch
 
     with RunWatch(plan, terminal.err()) as watch:
-        result = api.run(plan, hosts=functions, out_dir=out_dir, progress=watch)
+        result = api.run(plan, hosts=functions, out_dir=out_dir, progress=watch, resume=resume)
     print_report(result.report, terminal.out())
     terminal.out().print(f"\nresults    {out_dir}/  reward.png  report.json  trace.json  metrics.jsonl  final/")
     if result.report.ended != "complete":

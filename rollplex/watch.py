@@ -7,8 +7,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rollplex.ir.errors import Problem
 from rollplex.ir.plan import Plan
-from rollplex.runtime.events import EnginesReady, IterationDone, RunEvent, Started, StepEntered, Stopping
+from rollplex.runtime.events import EnginesReady, IterationDone, Resumed, RunEvent, Started, StepEntered, Stopping
 from rollplex.runtime.metrics import watched
 
 LINES = 10  # lines of a whole run in a log
@@ -50,6 +51,8 @@ class RunWatch:
         match event:
             case Started(pids):
                 self._say(f"{len(pids)} engine processes started")
+            case Resumed(step, skipped):
+                self._resumed(step, skipped)
             case EnginesReady():
                 self._update(description="training")
             case StepEntered(process, _, step) if process.kind == "train":
@@ -60,6 +63,12 @@ class RunWatch:
                 self._say("interrupted: the run ends after this step; press Ctrl-C again to end it at once")
             case _:
                 pass
+
+    def _resumed(self, step: int, skipped: tuple[Problem, ...]) -> None:
+        for problem in skipped:
+            self._say(f"skipped {problem}")
+        self._say(f"going on after step {step} of {self.steps}")
+        self._update(completed=step)
 
     def _done(self, done: int, steps: int, metrics: dict[str, float]) -> None:
         note = f"{self.reward} {metrics[self.reward]:.3f}" if self.reward in metrics else ""

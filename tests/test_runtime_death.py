@@ -8,7 +8,6 @@ controller  SIGKILL              SIGKILL                SIGKILL
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from leftovers import leftovers
 from processes import children
 from runtime_tiny import data_dir, luck, tiny_plan
 
@@ -56,27 +56,6 @@ class SignalIn:
 
     def _here(self, event: StepEntered) -> bool:
         return event.iteration == 1 and event.step.window.startswith(self.phase)
-
-
-def leftovers(out: Path) -> dict[str, Any]:
-    """What a run could leave behind: children, descriptors of this process, shared memory, sockets, shared pages."""
-    gc.collect()  # what earlier tests dropped is not this run's
-    return {
-        "children": children(),
-        "fds": sorted(
-            link for link in map(_target, os.listdir("/proc/self/fd")) if "memfd" in link or "socket" in link
-        ),
-        "shm": sorted(os.listdir("/dev/shm")),
-        "sockets": [path for path in out.rglob("*") if path.is_socket()],
-        "pages": [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:rollplex" in line],
-    }
-
-
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return ""
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from rollplex.ir.errors import DataError, JobError, PlanError, RollplexError, Ru
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Rebuild
 from rollplex.ir.tensors import model_tensors
-from rollplex.runtime.calls import Call, call_each
 from rollplex.runtime.crew import Crew
 from rollplex.runtime.feed import Feed
 from rollplex.runtime.preflight import make_feed
@@ -207,54 +205,3 @@ def test_a_prompt_longer_than_the_plan_allows_names_its_row(tmp_path: Path) -> N
     made.begin(0)
     with pytest.raises(DataError, match=r"train.jsonl:1: the prompt has \d+ tokens, the plan allows 128"):
         made._load()
-
-
-# ---- calls of host functions
-
-
-def call(function: Callable[..., Any], count: int = 5, limit_s: float = 5.0) -> list[Any]:
-    return call_each(function, "reward", [Call(f"row {i}", {"i": i}) for i in range(count)], limit_s)
-
-
-def test_results_come_in_order_from_several_threads() -> None:
-    assert call(lambda i: i * i, count=50) == [i * i for i in range(50)]
-
-
-def test_a_function_that_raises_is_named_with_its_row_and_line() -> None:
-    def reward(i: int) -> float:
-        if i == 3:
-            raise ValueError("no such answer")
-        return 0.0
-
-    with pytest.raises(
-        RunError, match=r"row 3: `reward` raised ValueError: no such answer\n    try: it raised at .*:\d+"
-    ):
-        call(reward)
-
-
-def test_a_function_that_exits_does_not_end_the_run_silently() -> None:
-    def reward(i: int) -> float:
-        raise SystemExit(3)
-
-    with pytest.raises(RunError, match=r"row 0: `reward` raised SystemExit: 3"):
-        call(reward, count=1)
-
-
-def test_a_function_that_hangs_is_given_up_after_its_limit() -> None:
-    import threading
-
-    def reward(i: int) -> float:
-        if i == 1:
-            threading.Event().wait(60)
-        return 0.0
-
-    with pytest.raises(RunError, match=r"row 1: `reward` has not returned after 0.3 s"):
-        call(reward, limit_s=0.3)
-
-
-@pytest.mark.parametrize("result", [None, "good", float("nan"), float("inf")])
-def test_a_function_that_returns_no_number_is_named_with_its_row(result: Any) -> None:
-    from rollplex.runtime.feed import _number
-
-    with pytest.raises(RunError, match=r"row 2: `reward` returned .*, not a finite number"):
-        _number("reward", Call("row 2", {}), result)

@@ -13,14 +13,23 @@ from rich.console import Console
 
 from rollplex.backends.engine import EngineReport
 from rollplex.backends.memory.ledger import Ledger
-from rollplex.ir.steps import Barrier, Run, Step, Task
+from rollplex.ir.steps import Barrier, Run, Signal, Step, Task, Wait
 from rollplex.runtime.intervals import common, length
 from rollplex.runtime.metrics import MetricsWriter, running_mean
 from rollplex.runtime.printing import print_report, sparkline
 from rollplex.runtime.protocol import CONTROLLER, ProcessId
-from rollplex.runtime.report import MemoryLog, ObjectBytes, Overlap, Report, WindowBytes, WindowTime, measured_overlap
+from rollplex.runtime.report import (
+    MemoryLog,
+    ObjectBytes,
+    Overlap,
+    Report,
+    TimeLog,
+    WindowBytes,
+    WindowTime,
+    measured_overlap,
+)
 from rollplex.runtime.spans import Span
-from rollplex.runtime.trace import trace_events
+from rollplex.runtime.trace import Trace, TraceFile
 
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda p: (min(p), max(p))), max_size=6)
@@ -92,13 +101,72 @@ def test_the_trace_counts_microseconds_from_the_first_step_and_marks_barriers_on
         Span(CONTROLLER, 0, barrier, int(10e9), int(11e9)),
         Span(ROLLOUT, 0, barrier, int(11e9), int(11e9)),
     ]
-    events = list(trace_events(spans))
+    events = list(Trace([CONTROLLER, ROLLOUT]).steps(spans))
     generate = next(e for e in events if e["name"] == "run generate generate mb 0")
     assert (generate["ts"], generate["dur"], generate["pid"]) == (0.5e6, 0.5e6, 2)
     assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("rollout-complete", 1e6)]
     windows = [e for e in events if e["ph"] == "X" and e["tid"] == 2]
     assert [(e["pid"], e["name"], e["dur"]) for e in windows] == [(1, "P1 decode", 1e6), (2, "P1 decode", 0.5e6)]
     json.dumps(events)
+
+
+def test_an_arrow_leaves_inside_a_signal_and_enters_inside_the_wait_that_it_ends() -> None:
+    spans = [
+        Span(ROLLOUT, 0, Signal(window="w", event="rollout"), 100, 200),
+        Span(CONTROLLER, 0, Wait(window="w", event="rollout"), 50, 300),
+        Span(TRAIN, 0, Wait(window="w", event="rollout"), 60, 310),
+        Span(TRAIN, 0, Wait(window="w", event="reward"), 320, 330),
+    ]
+    events = list(Trace([CONTROLLER, TRAIN, ROLLOUT]).steps(spans))
+    out, into = ([e for e in events if e["ph"] == ph] for ph in "sf")
+    assert [e["id"] for e in out] == [e["id"] for e in into] == [1, 2]
+    assert [(e["pid"], e["ts"]) for e in out] == [(3, 0.05), (3, 0.05)]
+    assert [(e["pid"], e["bp"]) for e in into] == [(1, "e"), (2, "e")]
+    slices = {e["pid"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == 1}
+    for e, (start, stop) in zip(into, (slices[1], (0.01, 0.26)), strict=True):
+        assert start <= e["ts"] < stop
+
+
+def test_a_counter_of_each_gpu_follows_its_ledger() -> None:
+    ledgers = [Ledger.create(f"device {gpu}", 1 << 20, process=f"train {gpu}") for gpu in (0, 1)]
+    trace = Trace([CONTROLLER, TRAIN, ProcessId("train", 1)])
+    list(trace.steps([run("prefix", TRAIN, 0, 1)]))
+    for ledger in ledgers:
+        ledger.acquire("a", 8192, "map a")
+        ledger.acquire("b", 4096, "map b")
+        ledger.touch("a", 100, "run")
+    ledgers[0].release("a", "unmap a")
+    logs = [tuple(ledger.take_log()[0]) for ledger in ledgers]
+    counters = list(trace.counters({ProcessId("train", gpu): EngineReport(events=logs[gpu]) for gpu in (0, 1)}))
+    names = {e["pid"]: e["args"]["name"] for e in trace.names() if e["name"] == "process_name"}
+    found = [(names[e["pid"]], e["args"]["held"]) for e in counters]
+    assert found == [("gpu 0", 8192), ("gpu 0", 12288), ("gpu 0", 4096), ("gpu 1", 8192), ("gpu 1", 12288)]
+    assert all(e["ph"] == "C" for e in counters)
+
+
+def test_the_trace_of_a_killed_run_lacks_its_last_bracket_only(tmp_path: Path) -> None:
+    with TraceFile(tmp_path / "trace.json", [CONTROLLER, ROLLOUT]) as trace:
+        for i in range(2):
+            trace.write([run("generate", ROLLOUT, 2 * i, 2 * i + 1, i)], {})
+        on_disk = (tmp_path / "trace.json").read_text()
+    whole = json.loads((tmp_path / "trace.json").read_text())
+    assert json.loads(on_disk + "]}") == whole
+    assert len([e for e in whole["traceEvents"] if e["ph"] == "X" and e["tid"] == 1]) == 2
+
+
+def test_times_are_means_over_iterations_without_the_first() -> None:
+    """The first iteration measures workspaces; it counts only as long as there is no other."""
+    from runtime_tiny import tiny_plan
+
+    log = TimeLog(tiny_plan())
+    log.add([run("prefix", TRAIN, 0, 8), run("generate", ROLLOUT, 0, 8)], step_s=10)
+    assert (log.step_s, log.overlap) == (10, Overlap(8, 8, 8))
+    log.add([run("prefix", TRAIN, 0, 1), run("generate", ROLLOUT, 0, 2)], step_s=3)
+    wait: Step = Wait(window="P1 decode", event="rollout")
+    log.add([run("prefix", TRAIN, 4, 7), run("generate", ROLLOUT, 5, 9), Span(TRAIN, 2, wait, 0, 10**9)], step_s=5)
+    assert (log.step_s, log.overlap) == (4, Overlap(3, 2, 1.5))
+    (decode,) = (row for row in log.windows() if row.window == "P1 decode")
+    assert (decode.measured_s, decode.waiting_s) == (2.5, 0.5)
 
 
 def report() -> Report:

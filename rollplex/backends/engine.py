@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rollplex.backends.carried import Carried
 from rollplex.backends.lanes import LaneSpan
 from rollplex.backends.publication import Publication
 from rollplex.ir.steps import Exchange, Rebuild, Run
@@ -115,6 +116,14 @@ class Tasks(Protocol):
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         """Execute one task; returns the step's outputs by name."""
+        ...
+
+    def carried(self) -> Carried:
+        """What the next iteration needs of those before, for a checkpoint; asked between iterations."""
+        ...
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Become what `carried` was; before the first iteration. RunError where it cannot: other inputs."""
         ...
 
 

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB, PROCESS_HOST_MIB
 from rollplex.ir.job_engines import Parallel, Rollout, Score, Train
-from rollplex.ir.job_section import AutoOrCount, Count, NonNegative, Positive, Section, Share
+from rollplex.ir.job_section import AutoOrCount, Count, NonNegative, NonNegativeCount, Positive, Section, Share
 from rollplex.ir.sizes import Gb, Gib
 
 __all__ = ["Parallel", "Rollout", "Score", "Section", "Train"]
@@ -257,4 +257,22 @@ class RunOptions(Section):
     silent_s: Positive = Field(
         default=60.0, description="seconds after which a process that says nothing counts as dead"
     )
+    step_timeout_s: NonNegative = Field(
+        default=3600.0,
+        description="seconds that a process may spend in one step, waiting for others not counted; 0 does not limit it",
+    )
+    checkpoint_every: NonNegativeCount = Field(
+        default=20,
+        description="iterations between two checkpoints; one more is written when the run ends or is interrupted; "
+        "0 writes none",
+    )
+    checkpoints_kept: Count = Field(default=2, description="checkpoints that stay, the newest")
     reward_timeout_s: Positive = Field(default=30.0, description="seconds that one call of a host function may take")
+    reward_workers: int = Field(default=8, ge=1, le=1024, description="calls of a host function that run at a time")
+    reward_failure: Literal["stop"] | Annotated[float, Field(allow_inf_nan=False)] = Field(
+        default="stop",
+        description="what a call of a host function that raises or takes too long means: stop the run, or this score",
+    )
+    wandb: str | None = Field(
+        default=None, min_length=1, description="Weights & Biases project that gets the metrics; needs package wandb"
+    )

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
+from rollplex.backends.carried import Carried
 from rollplex.backends.engine import Tasks, Values
 from rollplex.ir.steps import Run
 
@@ -62,3 +65,9 @@ class BackgroundTasks:
         outcome = Later(lambda: self._tasks.run(step, inputs), "controller task")
         self.pump(lambda: outcome.done)
         return outcome.result()
+
+    def carried(self) -> Carried:
+        return self._tasks.carried()
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self._tasks.restore(tensors, facts)

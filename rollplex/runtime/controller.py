@@ -26,11 +26,13 @@ from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Barrier, Step, Wait, describe
 from rollplex.runtime import death
 from rollplex.runtime.barriers import Barriers, Events, barrier_order
-from rollplex.runtime.crew import Crew, Gone, Member
+from rollplex.runtime.carrying import keep, take_up
+from rollplex.runtime.checkpoint import noted
+from rollplex.runtime.crew import START_S, Crew, Gone, Member
 from rollplex.runtime.events import Progress, Started, StepEntered
 from rollplex.runtime.executor import run_iteration
 from rollplex.runtime.gathering import gathered, seen_by
-from rollplex.runtime.patience import TICK_S
+from rollplex.runtime.patience import TICK_S, Silence
 from rollplex.runtime.protocol import (
     CONTROLLER,
     Adopt,
@@ -74,8 +76,9 @@ class Controller:
         self._events = Events(programs)
         self._own = ProcessState(CONTROLLER, programs[CONTROLLER], self, tasks)
         self._delivered: dict[str, Values] = {}
-        self._answers: dict[ProcessId, dict[str, str]] = {}
+        self._answers: dict[ProcessId, dict[str, Any]] = {}
         self._stopping: set[ProcessId] = set()
+        self._at_work: dict[ProcessId, Silence] = {}
 
     # ---- the life of a run
 
@@ -87,6 +90,7 @@ class Controller:
         self.progress(Started({process: member.pid for process, member in self.crew.members.items()}))
         plan = self.plan.model_dump(mode="json", by_alias=True)
         for process in self.crew.members:
+            self._works(process, START_S)
             self.crew.post(process, Assign(process, plan, str(meeting)), ledgers(process.rank))
         self.pump(lambda: self.facts.keys() == self.crew.members.keys())
         for member in self.crew.members.values():
@@ -102,14 +106,25 @@ class Controller:
         self.timeline.rest(CONTROLLER, number)
         self.pump(lambda: self.reports.keys() == self.crew.members.keys())
 
-    def ask(self, what: Ask, of: Callable[[ProcessId], bool] = lambda process: True) -> dict[ProcessId, dict[str, str]]:
+    def ask(self, what: Ask, of: Callable[[ProcessId], bool] = lambda process: True) -> dict[ProcessId, dict[str, Any]]:
         """A question to the processes that `of` picks; their answers."""
         self._answers.clear()
         asked = {process for process in self.crew.members if of(process)}
         for process in asked:
+            self._works(process)
             self.crew.post(process, what)
         self.pump(lambda: self._answers.keys() == asked)
         return dict(self._answers)
+
+    def checkpoint(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Every process writes its part of a checkpoint; what each notes of it."""
+        parts = {CONTROLLER: keep(self._own, self.job, folder), **self.ask(Ask("checkpoint", str(folder)))}
+        return {str(process): parts[process] for process in sorted(parts)}
+
+    def restore(self, folder: Path) -> None:
+        """Every process becomes what it was at this checkpoint."""
+        take_up(self._own, self.job, folder, noted(folder, str(CONTROLLER)))
+        self.ask(Ask("restore", str(folder)))
 
     def stop(self) -> None:
         """Let every process end by itself, readers of shared pages before their owners; raises if one ends badly."""
@@ -125,6 +140,7 @@ class Controller:
         self._entered(CONTROLLER, iteration, index)
 
     def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
+        self._at_work.pop(CONTROLLER, None)
         self.timeline.leave(CONTROLLER, iteration, index, start_ns, stop_ns)
 
     def signal(self, event: str, values: Values) -> None:
@@ -153,6 +169,8 @@ class Controller:
 
     def _handle(self, member: Member, message: Message | Gone, fds: list[int]) -> None:
         process = member.process
+        if not isinstance(message, Signalled | Exported | Arrived):
+            self._at_work.pop(process, None)
         match message:
             case Entered(iteration, index):
                 self._entered(process, iteration, index)
@@ -167,7 +185,7 @@ class Controller:
             case Ready(facts):
                 self.facts[process] = facts
             case Finished(iteration, report):
-                self.timeline.rest(process, iteration, report.lanes)
+                self.timeline.rest(process, iteration)
                 self.reports[process] = report
             case Answer(_, result):
                 self._answers[process] = result
@@ -182,6 +200,8 @@ class Controller:
 
     def _entered(self, process: ProcessId, iteration: int, index: int) -> None:
         step = self.timeline.enter(process, iteration, index)
+        if not isinstance(step, Wait | Barrier):  # who waits is not at work
+            self._works(process)
         self.progress(StepEntered(process, iteration, step))
 
     def _signalled(self, process: ProcessId, event: str, values: Values) -> None:
@@ -208,11 +228,19 @@ class Controller:
         for fd in fds:
             os.close(fd)
 
+    def _works(self, process: ProcessId, at_least_s: float = 0.0) -> None:
+        """From now until its next word the process is at work, and `step_timeout_s` counts."""
+        if self.job.run.step_timeout_s:
+            self._at_work[process] = Silence(max(self.job.run.step_timeout_s, at_least_s))
+
     def _look_at_processes(self) -> None:
-        """A death shows by the end of the channel; here are those who are there but silent."""
+        """A death shows by the end of the channel; here are those who are there but silent, or do not get on."""
         for member in self.crew.members.values():
             if member.silence.too_long():
                 raise death.silent(member, self.timeline)
+        for process, work in self._at_work.items():
+            if work.too_long():
+                raise death.stuck(process, work.limit_s, self.crew.members.get(process), self.timeline)
 
     def _look_for_deadlock(self) -> None:
         """Nobody runs, nobody is on the way: every process waits for what only another waiting process could give.

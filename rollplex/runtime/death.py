@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 from rollplex.ir import errors
 from rollplex.ir.errors import EngineError, PeerError, Problem, RollplexError
 from rollplex.ir.steps import describe
 from rollplex.runtime.crew import Member
-from rollplex.runtime.protocol import Failed
+from rollplex.runtime.protocol import Failed, ProcessId
 from rollplex.runtime.spans import Timeline
 
+STACKS_S = 0.2  # from the signal to the stacks in the log
 LINGER_S = 2.0  # from the end of a process' channel to its exit
 PEER_S = 0.05  # between two looks at who has ended
 _WHY = {
@@ -23,13 +26,13 @@ _WHY = {
 }
 
 
-def place(member: Member, timeline: Timeline) -> str:
+def place(process: ProcessId, timeline: Timeline) -> str:
     """`run generate rollout mb 0, window P1 decode, iteration 3`, or that it was still starting."""
-    if member.process in timeline.current:
-        iteration, step = timeline.current[member.process]
+    if process in timeline.current:
+        iteration, step = timeline.current[process]
         return f"in step `{describe(step)}`, window {step.window}, iteration {iteration}"
-    if member.process in timeline.finished:
-        return f"after iteration {timeline.finished[member.process]}"
+    if process in timeline.finished:
+        return f"after iteration {timeline.finished[process]}"
     return "while it was starting"
 
 
@@ -48,7 +51,7 @@ def died(member: Member, timeline: Timeline) -> EngineError:
         how, why = f"was killed by {number.name}", _WHY.get(number, "")
     else:
         how = f"exited with status {code}"
-    what = f"{member.process} (pid {member.pid}) {how} {place(member, timeline)}"
+    what = f"{member.process} (pid {member.pid}) {how} {place(member.process, timeline)}"
     hint = f"{why}; its log is {member.log}" if why else f"look at its log {member.log}"
     return EngineError(what, where="engine process", hint=hint)
 
@@ -57,9 +60,23 @@ def silent(member: Member, timeline: Timeline) -> EngineError:
     """The error for a process that is there but says nothing."""
     what = (
         f"{member.process} (pid {member.pid}) has said nothing for {member.silence.limit_s:g} s "
-        f"{place(member, timeline)}: it is stopped or hung, and was killed"
+        f"{place(member.process, timeline)}: it is stopped or hung, and was killed"
     )
     return EngineError(what, where="engine process", hint=f"look at its log {member.log}, or raise run.silent_s")
+
+
+def stuck(process: ProcessId, limit_s: float, member: Member | None, timeline: Timeline) -> EngineError:
+    """The error for a process that lives but does not get on; an engine's stacks are in its log then."""
+    where = place(process, timeline)
+    if member is None:
+        hint = "look at what the step calls (data, the reward), or raise run.step_timeout_s"
+        return EngineError(f"{process} has been at it for {limit_s:g} s {where}", where="controller", hint=hint)
+    with suppress(ProcessLookupError):
+        os.kill(member.pid, signal.SIGUSR1)
+        time.sleep(STACKS_S)
+    what = f"{process} (pid {member.pid}) has been at it for {limit_s:g} s {where}: it hangs, and was killed"
+    hint = f"its stacks are in {member.log}; raise run.step_timeout_s if the step takes that long"
+    return EngineError(what, where="engine process", hint=hint)
 
 
 def reason(member: Member, members: Iterable[Member], timeline: Timeline, message: Failed) -> RollplexError:
@@ -71,12 +88,15 @@ def reason(member: Member, members: Iterable[Member], timeline: Timeline, messag
                 if other is not member and (other.child.poll() or 0) < 0:
                     return died(other, timeline)
             time.sleep(PEER_S)
+        peers = [o.process for o in members if o is not member and o.process.kind == member.process.kind]
+        where = "; ".join(f"{peer} {place(peer, timeline)}" for peer in peers)
+        return PeerError(*failed(member, timeline, message).problems, Problem(where, "its peers meanwhile"))
     return failed(member, timeline, message)
 
 
 def failed(member: Member, timeline: Timeline, message: Failed) -> RollplexError:
     """The error that a process reported: of its own class, with the place added; EngineError for a bug of ours."""
-    where = f"{member.process} (pid {member.pid}) {place(member, timeline)}"
+    where = f"{member.process} (pid {member.pid}) {place(member.process, timeline)}"
     if message.error == "bug":
         what = f"{message.problems[0].what}"
         return EngineError(what, where=where, hint=f"this is a bug of Rollplex: report it with {member.log}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rollplex.ir.errors import Problem
 from rollplex.ir.steps import Step
 from rollplex.runtime.protocol import ProcessId
 
@@ -21,6 +22,22 @@ class EnginesReady:
     """Every engine holds its initial state; iterations begin."""
 
     steps: int
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The run goes on after `step` iterations; newer checkpoints were skipped for these reasons."""
+
+    step: int
+    skipped: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointWritten:
+    """The state after `step` iterations is on disk."""
+
+    step: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -48,7 +65,7 @@ class Stopping:
     iteration: int
 
 
-RunEvent = Started | EnginesReady | StepEntered | IterationDone | Stopping
+RunEvent = Started | Resumed | EnginesReady | CheckpointWritten | StepEntered | IterationDone | Stopping
 Progress = Callable[[RunEvent], None]
 
 

@@ -4,20 +4,24 @@ load    rows of the step (a seeded permutation every epoch) -> decoded, tokenize
 host    reward(question, answer, response, row), once for every response -> scores [prompt, group]
 
 A host function takes, by name, what it wants of: question, answer (of the row), response (its text), row (the whole
-JSONL object), tokens (ids), index (of the response in its group). It returns one number.
+JSONL object), tokens (ids), index (of the response in its group). It returns one number. What it means when it does not
+is `run.reward_failure`.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollplex.backends.carried import Carried
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.encode import PromptMaker
 from rollplex.backends.data.parts import wholes_of
@@ -33,13 +37,16 @@ from rollplex.ir.placement import prompts_of_group
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run
 from rollplex.runtime.background import Later
-from rollplex.runtime.calls import Call, call_each
+from rollplex.runtime.calls import Call, HostCalls, Limits, score
 
 OFFERS = ("question", "answer", "response", "row", "tokens", "index")
 
 
 class Feed:
-    """`Tasks` of the controller. `hosts` are the user's functions by the algorithm's parameter names."""
+    """`Tasks` of the controller. `hosts` are the user's functions by the algorithm's parameter names.
+
+    `metrics` and `failures` (calls of host functions that counted as a score) are those of the iteration.
+    """
 
     def __init__(
         self, plan: Plan, job: Job, rows: Sequence[Row], maker: PromptMaker, hosts: Mapping[str, Callable[..., Any]]
@@ -50,7 +57,10 @@ class Feed:
         self.maker = maker
         self.hosts = hosts
         self.metrics: dict[str, float] = {}
+        self.failures: list[str] = []
         self._scores: dict[str, Tensor] = {}
+        limits = Limits(job.run.reward_timeout_s, job.run.reward_workers, job.run.reward_failure)
+        self._host_calls = {name: HostCalls(function, name, limits) for name, function in hosts.items()}
         self._eos = end_tokens(maker.tokenizer)
         self._rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
         self._iteration = -1
@@ -58,7 +68,7 @@ class Feed:
 
     def begin(self, iteration: int) -> None:
         self._iteration = iteration
-        self.metrics = {}
+        self.metrics, self.failures = {}, []
         self._scores = {}
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
@@ -69,6 +79,23 @@ class Feed:
                 return dict.fromkeys(step.outputs, self._host(step, inputs))
             case _:
                 raise AssertionError(f"{step.task} is no task of the controller")
+
+    def carried(self) -> Carried:
+        """Nothing but what the rows are: which of them come next follows from the step."""
+        return Carried(facts={"rows": len(self.rows), "data": self._data})
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        if (facts["rows"], facts["data"]) != (len(self.rows), self._data):
+            what = f"it holds other rows than the run began with ({len(self.rows)}, then {facts['rows']})"
+            raise DataError(what, where=self.job.run.data or "run.data", hint="bring the file of that run back")
+
+    @cached_property
+    def _data(self) -> str:
+        """sha256 of all rows as the user wrote them."""
+        seen = sha256()
+        for row in self.rows:
+            seen.update(json.dumps(row_data(row), sort_keys=True, default=str).encode())
+        return seen.hexdigest()
 
     def rows_of(self, iteration: int) -> list[Row]:
         """The rows of one step: epoch after epoch, each in a seeded order of its own, cut into steps."""
@@ -109,11 +136,15 @@ class Feed:
 
     def _host(self, step: Run, inputs: Mapping[str, Any]) -> Tensor:
         """Scores [prompts, group] of all responses, or of those to one group of every data-parallel rank."""
-        name, (made,) = self.plan.hosts[step.node], step.outputs
+        name, (made,), failure = self.plan.hosts[step.node], step.outputs, self.job.run.reward_failure
         prompts = self._prompts(group_of(made))
         calls = list(self._calls(name, inputs, prompts))
-        results = call_each(self.hosts[name], name, calls, self.job.run.reward_timeout_s)
-        numbers = [_number(name, call, result) for call, result in zip(calls, results, strict=True)]
+        found = self._host_calls[name].each(calls, score)
+        numbers = [number if number is not None else float(failure) for number in found.results]
+        if failure != "stop":
+            told = f"{name}_failures"
+            self.metrics[told] = self.metrics.get(told, 0) + len(found.failures)
+            self.failures += [f"{calls[i].row}: {what}" for i, what in found.failures.items()]
         dtype = torch.float64 if self.job.model.dtype == "float64" else torch.float32
         scores = torch.tensor(numbers, dtype=dtype).view(len(prompts), self.job.group)
         self._scores[made] = scores
@@ -137,17 +168,6 @@ class Feed:
                 offered = {"question": row.question, "answer": row.answer, "response": text, "row": row_data(row)}
                 offered |= {"tokens": tokens.tolist(), "index": i}
                 yield Call(f"{row.id}, response {i}", {k: v for k, v in offered.items() if k in wanted})
-
-
-def _number(name: str, call: Call, result: Any) -> float:
-    try:
-        number = float(result)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if not torch.isfinite(torch.tensor(number)):
-        what = f"`{name}` returned {result!r}, not a finite number"
-        raise RunError(what, where=call.row, hint="a host function returns one number for one response")
-    return number
 
 
 def row_data(row: Row) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Metrics as the run goes on: a line of JSON an iteration, the same to TensorBoard if it is installed, and a picture.
+"""Metrics as the run goes on: a line of JSON an iteration, the same to TensorBoard and Weights & Biases, and a picture.
+
+TensorBoard where it is installed, Weights & Biases where the job names a project.
 
 {"iteration": 3, "reward": 0.52, "loss": -0.01, "grad_norm": 0.83, "step_s": 2.1}
 """
@@ -7,44 +9,113 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Protocol
 
+from rollplex.ir.errors import RunError
+from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
+
+
+class Curves(Protocol):
+    """Somewhere that shows curves."""
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """One iteration."""
+        ...
+
+    def close(self) -> None:
+        """No more comes."""
+        ...
 
 
 class MetricsWriter:
     """Writes each iteration when it ends, so that a run that is killed loses nothing before that."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._board = _tensorboard(folder)
+    def __init__(self, folder: Path, before: Sequence[Mapping[str, float]] = (), *curves: Curves) -> None:
+        """`before` are the iterations that a resumed run does not repeat; what the file has beyond them goes."""
+        path = folder / "metrics.jsonl"
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(_line(i, row) for i, row in enumerate(before)), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._curves = curves
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for curves in self._curves:
+            curves.close()
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """One iteration."""
-        self._file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, iteration)
-            self._board.flush()
+        self._file.write(_line(iteration, metrics))
+        for curves in self._curves:
+            curves.write(iteration, metrics)
 
 
-def _tensorboard(folder: Path) -> Any:
-    if find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
+def curves_of(job: Job, folder: Path, first: int) -> tuple[Curves, ...]:
+    """Where this run's curves go from iteration `first` on; RunError where the job asks for what is not installed."""
+    found: list[Curves] = [TensorBoard(folder, first)] if find_spec("tensorboard") is not None else []
+    if job.run.wandb is not None:
+        found.append(Wandb(job, folder))
+    return tuple(found)
 
-    return SummaryWriter(str(folder / "tensorboard"))
+
+class TensorBoard:
+    """Every metric as a scalar of its name; what an earlier part of the run wrote from `first` on is hidden."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of the project `run.wandb`, the same when it is resumed; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        check_wandb(job)
+        place = str(folder.resolve())
+        self._run = import_module("wandb").init(
+            project=job.run.wandb,
+            dir=place,
+            name=folder.name,
+            id=sha256(place.encode()).hexdigest()[:16],
+            resume="allow",
+            config=job.model_dump(mode="json"),
+        )
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_wandb(job: Job) -> None:
+    """RunError where the job names a project and the package is not there."""
+    if job.run.wandb is not None and find_spec("wandb") is None:
+        hint = "pip install wandb, or leave run.wandb out"
+        raise RunError("package wandb is not installed", where="run.wandb", hint=hint)
+
+
+def _line(iteration: int, metrics: Mapping[str, float]) -> str:
+    return json.dumps({"iteration": iteration, **metrics}) + "\n"
 
 
 def watched(plan: Plan) -> str:

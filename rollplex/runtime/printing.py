@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from rollplex.ir.sizes import pretty
-from rollplex.runtime.report import Report
+from rollplex.runtime.report import Report, WindowTime
 
 
 def print_report(report: Report, console: Console) -> None:
     """Reward, times, overlap, memory; aligned, with colour only where the console has it."""
     console.print(f"\n[bold]{report.algorithm}[/]  {report.schedule}  {_progress(report)}")
     _print_reward(report, console)
-    console.print(_times(report))
+    _print_failures(report, console)
+    console.print(_windows(report))
     o = report.overlap
     console.print(
         f"overlap    decode {o.decode_s:.2f} s, prefix {o.prefix_s:.2f} s a step; "
@@ -24,7 +27,6 @@ def print_report(report: Report, console: Console) -> None:
             f"           scoring and training {o.post_s:.2f} s a step; "
             f"{o.post_hidden_s:.2f} s of it ({o.post_hidden_share:.0%}) ran while rollout was decoding"
         )
-    console.print(_memory(report))
     _print_objects(report, console)
 
 
@@ -51,22 +53,31 @@ def sparkline(values: list[float], width: int = 60) -> str:
     return "".join(bars[int((v - low) / (high - low) * 7.999) if high > low else 0] for v in means)
 
 
-def _times(report: Report) -> Table:
+def _windows(report: Report) -> Table:
+    """A line a window, a total a phase and a step: seconds and bytes, predicted beside measured."""
     table = Table(box=None, pad_edge=False)
-    for column in ("window", "predicted s", "measured s", "of it waiting"):
+    for column in ("window", "predicted s", "measured s", "of it waiting", "planned", "measured"):
         table.add_column(column, justify="left" if column == "window" else "right")
-    for row in report.times:
-        table.add_row(row.window, f"{row.predicted_s:.3f}", f"{row.measured_s:.3f}", f"{row.waiting_s:.3f}")
+    nbytes = {row.window: (pretty(row.planned), pretty(row.measured)) for row in report.memory}
+    for phase in dict.fromkeys(row.phase for row in report.times):
+        rows = [row for row in report.times if row.phase == phase]
+        for row in rows:
+            table.add_row(row.window, *_seconds([row]), *nbytes.get(row.window, ("", "")))
+        table.add_row(f"[bold]{phase}[/]", *_seconds(rows))
+    table.add_row("[bold]step[/]", *_seconds(report.times))
     return table
 
 
-def _memory(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("window", "planned", "measured"):
-        table.add_column(column, justify="left" if column == "window" else "right")
-    for row in report.memory:
-        table.add_row(row.window, pretty(row.planned), pretty(row.measured))
-    return table
+def _seconds(rows: Sequence[WindowTime]) -> tuple[str, str, str]:
+    sums = (sum(row.predicted_s for row in rows), sum(row.measured_s for row in rows), sum(r.waiting_s for r in rows))
+    return f"{sums[0]:.3f}", f"{sums[1]:.3f}", f"{sums[2]:.3f}"
+
+
+def _print_failures(report: Report, console: Console) -> None:
+    """Calls of the user's functions that failed and counted as a score."""
+    failed = sum(int(n) for row in report.metrics for name, n in row.items() if name.endswith("_failures"))
+    if failed:
+        console.print(f"[red]failures   {failed} calls of host functions failed and count as a score: logs/host.log[/]")
 
 
 def _print_objects(report: Report, console: Console) -> None:

@@ -26,6 +26,7 @@ def live(sock: socket.socket) -> NoReturn:
     """Serve the controller at the other end of the socket until it says stop or is gone, then exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the controller asks a process that hangs for its stacks
     channel = Channel(sock)
     threading.Thread(target=_pulse, args=(channel,), name="pulse", daemon=True).start()
     from rollplex.runtime.worker import serve  # torch: seconds, unless the nursery has it

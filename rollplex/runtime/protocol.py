@@ -136,9 +136,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Ask:
-    """A question between iterations: `save` the actor under `path`, or the `digests` of all state."""
+    """A question between iterations, about files in the directory `path` or about the `digests` of all state.
 
-    what: Literal["save", "digests"]
+    `save` the actor as a model, `checkpoint` what the process carries on, `restore` it.
+    """
+
+    what: Literal["save", "digests", "checkpoint", "restore"]
     path: str = ""
 
 
@@ -147,7 +150,7 @@ class Answer:
     """The answer to an Ask."""
 
     what: str
-    result: dict[str, str]
+    result: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
@@ -112,17 +112,53 @@ class Report:
         return all(row.as_planned for row in self.objects)
 
 
-def times_by_window(plan: Plan, spans: Sequence[Span]) -> list[WindowTime]:
-    """Seconds of each window of the first training rank, means over iterations."""
-    own = [span for span in spans if span.process == TRAIN]
-    iterations = max(1, len({span.iteration for span in own}))
-    rows = []
-    for window in plan.summary.windows:
-        steps = [span for span in own if span.step.window == window.name]
-        total = sum(span.seconds for span in steps) / iterations
-        waiting = sum(span.seconds for span in steps if isinstance(span.step, Wait | Barrier)) / iterations
-        rows.append(WindowTime(window.name, window.phase, window.seconds, total, waiting))
-    return rows
+class TimeLog:
+    """Times of one iteration after another, kept as sums; the first, in which workspaces are measured, counts only
+    until there is a second.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._iterations = 0
+        self._forget()
+
+    def add(self, spans: Sequence[Span], step_s: float) -> None:
+        """The spans of one iteration, and the seconds it took."""
+        self._iterations += 1
+        if self._iterations == 2:
+            self._forget()
+        self._counted += 1
+        self._step_s += step_s
+        overlap = measured_overlap(spans)
+        self._overlap = [a + b for a, b in zip(self._overlap, astuple(overlap), strict=True)]
+        for span in spans:
+            if span.process == TRAIN:
+                window = self._seconds.setdefault(span.step.window, [0.0, 0.0])
+                window[0] += span.seconds
+                window[1] += span.seconds if isinstance(span.step, Wait | Barrier) else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self._step_s / max(1, self._counted)
+
+    @property
+    def overlap(self) -> Overlap:
+        """Means over iterations."""
+        return Overlap(*(total / max(1, self._counted) for total in self._overlap))
+
+    def windows(self) -> list[WindowTime]:
+        """Seconds of each window of the first training rank, means over iterations."""
+        rows = []
+        for window in self.plan.summary.windows:
+            total, waiting = (t / max(1, self._counted) for t in self._seconds.get(window.name, (0.0, 0.0)))
+            rows.append(WindowTime(window.name, window.phase, window.seconds, total, waiting))
+        return rows
+
+    def _forget(self) -> None:
+        self._counted, self._step_s = 0, 0.0
+        self._overlap = [0.0] * len(fields(Overlap))
+        self._seconds: dict[str, list[float]] = {}
 
 
 def measured_overlap(spans: Iterable[Span]) -> Overlap:

@@ -3,18 +3,20 @@
     result = run_plan(plan, hosts={"reward": exact_answer}, out_dir=Path("runs/a"), progress=print)
     result.report.rewards        result.digests["actor.master"]        result.final / "model.safetensors"
 
+    run_plan(plan, .., out_dir=Path("runs/a"), resume=True)        goes on from the newest whole checkpoint
+
 However it ends, no process is left, and the metrics, the report and the trace of what was done are on disk.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,19 +27,29 @@ from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import training_seat
 from rollplex.ir.plan import Plan
+from rollplex.runtime import checkpoint
 from rollplex.runtime.background import BackgroundTasks
 from rollplex.runtime.controller import Controller
 from rollplex.runtime.crew import Crew
-from rollplex.runtime.events import EnginesReady, IterationDone, Progress, Stopping, silent
+from rollplex.runtime.events import (
+    CheckpointWritten,
+    EnginesReady,
+    IterationDone,
+    Progress,
+    Resumed,
+    Stopping,
+    silent,
+)
 from rollplex.runtime.feed import Feed
 from rollplex.runtime.gathering import agreed_digests, merged_metrics
 from rollplex.runtime.interrupt import Interrupt
-from rollplex.runtime.metrics import MetricsWriter, draw_curve, watched
+from rollplex.runtime.metrics import MetricsWriter, check_wandb, curves_of, draw_curve, watched
 from rollplex.runtime.preflight import HOST_FUNCTION, check_hosts, check_machine, check_plan, make_feed
-from rollplex.runtime.protocol import Ask, ProcessId
-from rollplex.runtime.report import MemoryLog, Report, measured_overlap, times_by_window, write_report
+from rollplex.runtime.protocol import CONTROLLER, Ask, ProcessId
+from rollplex.runtime.report import MemoryLog, Report, TimeLog, write_report
+from rollplex.runtime.resume import Beginning, begin_at, store_plan
 from rollplex.runtime.rundir import run_directory
-from rollplex.runtime.trace import write_trace
+from rollplex.runtime.trace import TraceFile
 
 
 @dataclass(frozen=True)
@@ -52,27 +64,43 @@ class RunResult:
 
 
 def run_plan(
-    plan: Plan, *, hosts: Mapping[str, HOST_FUNCTION], out_dir: Path, progress: Progress = silent
+    plan: Plan,
+    *,
+    hosts: Mapping[str, HOST_FUNCTION],
+    out_dir: Path,
+    progress: Progress = silent,
+    resume: bool = False,
 ) -> RunResult:
     """Run a plan to its last step, or to the first SIGINT.
+
+    With `resume`, `out_dir` may be that of a run of the same plan which ended early: it goes on to the same bits as one
+    that did not.
 
     Raises PlanError, RunError, DataError, JobError before any process starts; afterwards EngineError for a process
     that died or went silent, and whatever a process reported. A second SIGINT raises KeyboardInterrupt.
     """
     check_plan(plan)
-    return execute_plan(plan, hosts=hosts, out_dir=out_dir, progress=progress)
+    return execute_plan(plan, hosts=hosts, out_dir=out_dir, progress=progress, resume=resume)
 
 
 def execute_plan(
-    plan: Plan, *, hosts: Mapping[str, HOST_FUNCTION], out_dir: Path, progress: Progress = silent
+    plan: Plan,
+    *,
+    hosts: Mapping[str, HOST_FUNCTION],
+    out_dir: Path,
+    progress: Progress = silent,
+    resume: bool = False,
 ) -> RunResult:
     """`run_plan` for a plan that has been checked: what is wrong with it now shows where the arenas refuse it."""
     job = Job.model_validate(plan.job)
     check_machine(plan)
     check_hosts(plan, hosts)
-    with run_directory(out_dir):
+    check_wandb(job)
+    with run_directory(out_dir, resume):
+        begin = begin_at(out_dir, plan)
         feed = make_feed(plan, job, hosts)
-        return _Run(plan, job, feed, out_dir, progress).go()
+        store_plan(out_dir, plan)
+        return _Run(plan, job, feed, out_dir, progress, begin).go()
 
 
 @dataclass
@@ -84,30 +112,43 @@ class _Run:
     feed: Feed
     out_dir: Path
     progress: Progress
+    begin: Beginning
     memory: MemoryLog = field(default_factory=MemoryLog)
-    done: int = 0
+    saved: int = 0
 
     def __post_init__(self) -> None:
+        self.done = self.saved = self.begin.step
+        self.times = TimeLog(self.plan)
         self.report = Report(self.plan.algorithm, self.plan.schedule, self.job.run.steps)
+        self.report.metrics = list(self.begin.metrics)
         self.report.reward = watched(self.plan)
 
     def go(self) -> RunResult:
         """The engines are gone before anything is written, whether the run ended well or not."""
         controller: Controller | None = None
         try:
-            (self.out_dir / "logs").mkdir()
-            with Crew(self._processes(), self.out_dir / "logs", self.job.run.threads, self._modules()) as crew:
+            (self.out_dir / "logs").mkdir(exist_ok=True)
+            processes = self._processes()
+            with (
+                TraceFile(self._trace_path(), [CONTROLLER, *processes]) as self.trace,
+                Crew(processes, self.out_dir / "logs", self.job.run.threads, self._modules()) as crew,
+            ):
                 tasks = BackgroundTasks(self.feed)
                 controller = Controller(self.plan, self.job, crew, tasks, self.progress)
                 tasks.pump = controller.pump
-                result = self._drive(controller)
-            self._write(controller)
+                try:
+                    result = self._drive(controller)
+                except BaseException:
+                    with suppress(OSError):
+                        self.trace.write(controller.timeline.take(), controller.reports)
+                    raise
+            self._write()
             return result
         except BaseException as err:
             self.report.ended = f"{type(err).__name__}: {err}".splitlines()[0]
             if controller is not None:
                 with suppress(OSError):  # a full disk must not hide why the run ended
-                    self._write(controller)
+                    self._write()
             if isinstance(err, OSError):
                 what = f"cannot write the results of the run: {err.strerror}"
                 raise RunError(what, where=err.filename or self.out_dir, hint="free space on this disk") from None
@@ -127,6 +168,10 @@ class _Run:
             for ledger in chain.from_iterable(ledgers):
                 stack.enter_context(closing(ledger))
             controller.start(lambda gpu: [ledger.export() for ledger in ledgers[gpu]], Path(meeting))
+        if self.begin.folder is not None:
+            controller.restore(self.begin.folder)
+        if self.begin.folder is not None or self.begin.skipped:
+            self.progress(Resumed(self.begin.step, tuple(self.begin.skipped)))
         self.progress(EnginesReady(self.job.run.steps))
         self._iterate(controller)
         digests = agreed_digests(self.job, controller.ask(Ask("digests")))
@@ -143,30 +188,59 @@ class _Run:
         )
 
     def _iterate(self, controller: Controller) -> None:
+        curves = curves_of(self.job, self.out_dir, self.done)
         with (
-            MetricsWriter(self.out_dir) as writer,
+            MetricsWriter(self.out_dir, self.begin.metrics, *curves) as writer,
             Interrupt(lambda: self.progress(Stopping(self.done))) as interrupt,
         ):
             while self.done < self.job.run.steps and not interrupt.asked:
                 started = time.monotonic()
                 controller.iteration(self.done)
                 self._note(controller, writer, time.monotonic() - started)
+                if self.job.run.checkpoint_every and self.done % self.job.run.checkpoint_every == 0:
+                    self._checkpoint(controller)
+            if self.job.run.checkpoint_every and self.saved < self.done:
+                self._checkpoint(controller)
             if interrupt.asked:
                 self.report.ended = "interrupted"
 
     def _note(self, controller: Controller, writer: MetricsWriter, seconds: float) -> None:
         metrics = self.feed.metrics | merged_metrics(controller.reports.values()) | {"step_s": seconds}
+        spans = controller.timeline.take()
+        self.times.add(spans, seconds)
         self.memory.add(controller.reports)
+        self.trace.write(spans, controller.reports)
+        controller.reports.clear()
+        self._log_failures()
         self.report.metrics.append(metrics)
         writer.write(self.done, metrics)
         self.done += 1
         self.progress(IterationDone(self.done - 1, self.job.run.steps, metrics))
 
+    def _log_failures(self) -> None:
+        """Calls of host functions that failed and counted as a score."""
+        if self.feed.failures:
+            with (self.out_dir / "logs" / "host.log").open("a", encoding="utf-8") as log:
+                log.writelines(f"iteration {self.done}, {what}\n" for what in self.feed.failures)
+
+    def _checkpoint(self, controller: Controller) -> None:
+        started = time.monotonic()
+        checkpoint.write(self.out_dir, self.done, self.begin.plan, self.report.metrics, controller.checkpoint)
+        checkpoint.prune(self.out_dir, self.job.run.checkpoints_kept)
+        self.saved = self.done
+        self.progress(CheckpointWritten(self.done, time.monotonic() - started))
+
+    def _trace_path(self) -> Path:
+        """A resumed run leaves the trace of its earlier part as it is."""
+        return self.out_dir / (f"trace-from-{self.begin.step}.json" if self.begin.step else "trace.json")
+
     def _save(self, controller: Controller) -> Path:
         """The actor as a Hugging Face directory: written beside its place, then renamed, so that it is whole or not."""
         partial, final = self.out_dir / "final.partial", self.out_dir / "final"
+        shutil.rmtree(partial, ignore_errors=True)
         controller.ask(Ask("save", str(partial)), of=self._holds_a_part)
         self.feed.maker.tokenizer.save_pretrained(str(partial))
+        shutil.rmtree(final, ignore_errors=True)  # of the run that this one goes on with
         partial.rename(final)
         return final
 
@@ -174,17 +248,12 @@ class _Run:
         """Whether it is a rank of the first copy of the model: each has a part of it."""
         return process.kind == "train" and training_seat(self.job, process.rank).copy == 0
 
-    def _write(self, controller: Controller) -> None:
-        """What is known now; the first iteration, in which workspaces are measured, is left out of the times."""
-        report, spans = self.report, controller.timeline.spans
+    def _write(self) -> None:
+        """What is known now."""
+        report = self.report
         report.steps_done = self.done
-        first = 1 if self.done > 1 else 0
-        report.step_s = fmean(row["step_s"] for row in report.metrics[first:]) if report.metrics else 0.0
-        timed = [span for span in spans if first <= span.iteration < self.done]
-        report.times = times_by_window(self.plan, timed)
-        report.overlap = measured_overlap(timed)
-        if self.done:
+        report.step_s, report.times, report.overlap = self.times.step_s, self.times.windows(), self.times.overlap
+        if self.done > self.begin.step:
             report.memory, report.objects = self.memory.windows(self.plan), self.memory.objects(self.plan)
-        write_trace(spans, self.out_dir / "trace.json", controller.timeline.lanes)
         write_report(report, self.out_dir / "report.json")
         draw_curve(report.rewards, self.out_dir / "reward.png", report.reward or "reward")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollplex.backends.lanes import LaneSpan
 from rollplex.ir.steps import Step
 from rollplex.runtime.protocol import ProcessId
 
@@ -25,27 +24,14 @@ class Span:
         return (self.stop_ns - self.start_ns) / 1e9
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Work of a process that ran beside its steps, on a lane of its own."""
-
-    process: ProcessId
-    iteration: int
-    span: LaneSpan
-
-
 @dataclass
 class Timeline:
-    """All spans so far, and what ran beside them.
-
-    Of each process: the step that it is in (between steps: was in last), and its last complete iteration.
-    """
+    """Spans not yet taken; the step each process is in (between steps: was in last), its last complete iteration."""
 
     programs: Mapping[ProcessId, Sequence[Step]]
     spans: list[Span] = field(default_factory=list)
     current: dict[ProcessId, tuple[int, Step]] = field(default_factory=dict)
     finished: dict[ProcessId, int] = field(default_factory=dict)
-    lanes: list[Beside] = field(default_factory=list)
 
     def enter(self, process: ProcessId, iteration: int, index: int) -> Step:
         """A process begins a step of its program."""
@@ -59,8 +45,12 @@ class Timeline:
         self.spans.append(span)
         return span
 
-    def rest(self, process: ProcessId, iteration: int, lanes: Iterable[LaneSpan] = ()) -> None:
-        """The process is through with an iteration; `lanes` is what ran beside its steps."""
-        self.lanes += (Beside(process, iteration, span) for span in lanes)
+    def take(self) -> list[Span]:
+        """The spans since the last call: a long run does not keep them."""
+        taken, self.spans = self.spans, []
+        return taken
+
+    def rest(self, process: ProcessId, iteration: int) -> None:
+        """The process is through with an iteration."""
         self.current.pop(process, None)
         self.finished[process] = iteration

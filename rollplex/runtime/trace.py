@@ -1,90 +1,174 @@
-"""The timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) opens: who did what when, over all iterations.
+"""The timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) opens: who did what when, written as it happens.
 
-process     controller, train 0, rollout 0
-track       steps      one slice a step: `run generate rollout mb 0`
-            windows    one slice a window: P1 prefix-actor
+process     controller, train 0, rollout 0           gpu 0
+track       steps      one slice a step              counter   bytes of HBM held
+            windows    one slice a window
             lanes      load, update, store: the stages of each optimizer chunk, beside the steps
 instants    the moment each barrier opened
+arrows      from a signal to the waits it ends
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from rollplex.ir.steps import Barrier, Run, Wait, describe
+from rollplex.backends.engine import EngineReport
+from rollplex.ir.steps import Barrier, Run, Signal, Wait, describe
 from rollplex.runtime.protocol import ProcessId
-from rollplex.runtime.spans import Beside, Span
+from rollplex.runtime.spans import Span
 
 STEPS, WINDOWS = 1, 2
+Event = dict[str, Any]
 
 
-def write_trace(spans: Iterable[Span], path: Path, lanes: Sequence[Beside] = ()) -> None:
-    """Write the trace; times are microseconds since the first step."""
-    path.write_text(json.dumps({"traceEvents": list(trace_events(list(spans), lanes)), "displayTimeUnit": "ms"}))
+class TraceFile:
+    """Appends each iteration when it ends: nothing grows in memory, and a killed run leaves all but the last bracket.
+
+    Times are microseconds since the first step.
+    """
+
+    def __init__(self, path: Path, processes: Iterable[ProcessId]) -> None:
+        self._trace = Trace(processes)
+        self._file = path.open("w", encoding="utf-8")
+        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        self._between = "\n"
+
+    def __enter__(self) -> TraceFile:
+        self._append(self._trace.names())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with suppress(OSError) if error is not None else nullcontext():  # a full disk must not hide why the run ended
+            self._file.write("\n]}\n")
+            self._file.close()
+
+    def write(self, spans: Sequence[Span], reports: Mapping[ProcessId, EngineReport]) -> None:
+        """The steps of one iteration, or of a part of it, and the ledger logs that came with them."""
+        self._append(self._trace.steps(spans))
+        self._append(self._trace.lanes(reports))
+        self._append(self._trace.counters(reports))
+        self._file.flush()
+
+    def _append(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._file.write(self._between + json.dumps(event))
+            self._between = ",\n"
 
 
-def trace_events(spans: list[Span], lanes: Sequence[Beside] = ()) -> Iterator[dict[str, Any]]:
-    """The events of the Chrome trace format."""
-    origin = min((span.start_ns for span in spans), default=0)
-    processes = sorted({span.process for span in spans}, key=lambda p: (p.kind != "controller", p.kind != "train", p))
-    for pid, process in enumerate(processes, start=1):
-        yield from _names(pid, process)
-        own = sorted((span for span in spans if span.process == process), key=lambda span: span.start_ns)
-        for span in own:
-            yield _slice(pid, STEPS, describe(span.step), span.start_ns, span.stop_ns, origin, _arguments(span))
-        yield from _windows(pid, own, origin)
-        yield from _lanes(pid, [beside for beside in lanes if beside.process == process], origin)
-        if process.kind == "controller":
-            yield from _barriers(pid, own, origin)
+class Trace:
+    """Makes the events of the Chrome trace format; the first span that it sees is time 0."""
+
+    def __init__(self, processes: Iterable[ProcessId]) -> None:
+        ordered = sorted(processes, key=lambda p: (p.kind != "controller", p.kind != "train", p))
+        self._pids = {process: pid for pid, process in enumerate(ordered, start=1)}
+        self._origin = -1
+        self._arrows = 0
+        self._lanes: dict[tuple[ProcessId, str], int] = {}
+
+    def names(self) -> Iterator[Event]:
+        """What the processes, their tracks and the GPUs are called."""
+        for process, pid in self._pids.items():
+            yield from _named(pid, str(process))
+            for tid, name in ((STEPS, "steps"), (WINDOWS, "windows")):
+                yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for gpu in sorted({process.rank for process in self._pids if process.kind != "controller"}):
+            yield from _named(self._gpu(gpu), f"gpu {gpu}")
+
+    def steps(self, spans: Sequence[Span]) -> Iterator[Event]:
+        """Slices, instants and arrows of these spans, which are of one iteration."""
+        if self._origin < 0:
+            self._origin = min((span.start_ns for span in spans), default=-1)
+        for process, pid in self._pids.items():
+            own = sorted((span for span in spans if span.process == process), key=lambda span: span.start_ns)
+            for span in own:
+                yield self._slice(pid, STEPS, describe(span.step), span.start_ns, span.stop_ns, _arguments(span))
+            yield from self._windows(pid, own)
+            if process.kind == "controller":
+                yield from self._barriers(pid, own)
+        yield from self._signals(spans)
+
+    def lanes(self, reports: Mapping[ProcessId, EngineReport]) -> Iterator[Event]:
+        """Work beside the steps: a track for each lane of a process, in the order in which they were first at work."""
+        for process, report in sorted(reports.items()):
+            for span in sorted(report.lanes, key=lambda span: span.start_ns):
+                pid, tid = self._pids[process], self._lanes.get((process, span.lane), 0)
+                if not tid:
+                    tid = WINDOWS + 1 + sum(other == process for other, _ in self._lanes)
+                    self._lanes[process, span.lane] = tid
+                    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": span.lane}}
+                yield self._slice(pid, tid, span.text, span.start_ns, span.stop_ns, {"kind": span.lane})
+
+    def counters(self, reports: Mapping[ProcessId, EngineReport]) -> Iterator[Event]:
+        """Bytes that each GPU holds after every change of its ledger."""
+        logs: dict[int, list[Any]] = {}
+        for process, report in reports.items():
+            logs.setdefault(process.rank, []).extend(event for event in report.events if event.kind != "touch")
+        for gpu, log in sorted(logs.items()):
+            for event in sorted(log, key=lambda event: event.seq):
+                at = {"ts": self._us(event.ns), "pid": self._gpu(gpu)}
+                yield {"ph": "C", "name": "HBM bytes", **at, "args": {"held": event.total}}
+
+    def _us(self, ns: int) -> float:
+        return max(ns - self._origin, 0) / 1e3  # engines hold their initial objects before the first step
+
+    def _gpu(self, gpu: int) -> int:
+        return len(self._pids) + 1 + gpu
+
+    def _slice(self, pid: int, tid: int, name: str, start_ns: int, stop_ns: int, args: Event) -> Event:
+        times = {"ts": self._us(start_ns), "dur": (stop_ns - start_ns) / 1e3}
+        return {
+            "ph": "X",
+            "pid": pid,
+            "tid": tid,
+            "name": name,
+            **times,
+            "cat": args.get("kind", "window"),
+            "args": args,
+        }
+
+    def _windows(self, pid: int, spans: Sequence[Span]) -> Iterator[Event]:
+        """A window lasts from its first step to its last: waiting at its end is part of it."""
+        for (iteration, window), run in groupby(spans, key=lambda span: (span.iteration, span.step.window)):
+            steps = list(run)
+            args = {"iteration": iteration}
+            yield self._slice(pid, WINDOWS, window, steps[0].start_ns, steps[-1].stop_ns, args)
+
+    def _barriers(self, pid: int, spans: Sequence[Span]) -> Iterator[Event]:
+        for span in spans:
+            if isinstance(span.step, Barrier):
+                at = {"ts": self._us(span.stop_ns), "pid": pid, "tid": STEPS}
+                yield {"ph": "i", "s": "g", "name": span.step.name, **at, "args": {"iteration": span.iteration}}
+
+    def _signals(self, spans: Sequence[Span]) -> Iterator[Event]:
+        """One arrow from each signal to each wait for its event; it leaves and enters inside their slices."""
+        sent: dict[str, list[Span]] = {}
+        for span in spans:
+            if isinstance(span.step, Signal):
+                sent.setdefault(span.step.event, []).append(span)
+        for wait in spans:
+            for signal in sent.get(wait.step.event, ()) if isinstance(wait.step, Wait) else ():
+                self._arrows += 1
+                arrow = {"cat": "signal", "name": "signal", "id": self._arrows, "tid": STEPS}
+                at = max(wait.start_ns, wait.stop_ns - 1)
+                yield {"ph": "s", **arrow, "pid": self._pids[signal.process], "ts": self._us(signal.start_ns)}
+                yield {"ph": "f", "bp": "e", **arrow, "pid": self._pids[wait.process], "ts": self._us(at)}
 
 
-def _names(pid: int, process: ProcessId) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": str(process)}}
+def _named(pid: int, name: str) -> Iterator[Event]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-    for tid, name in ((STEPS, "steps"), (WINDOWS, "windows")):
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
 
-def _slice(
-    pid: int, tid: int, name: str, start_ns: int, stop_ns: int, origin: int, args: dict[str, Any]
-) -> dict[str, Any]:
-    times = {"ts": (start_ns - origin) / 1e3, "dur": (stop_ns - start_ns) / 1e3}
-    return {"ph": "X", "pid": pid, "tid": tid, "name": name, **times, "cat": args.get("kind", "window"), "args": args}
-
-
-def _arguments(span: Span) -> dict[str, Any]:
+def _arguments(span: Span) -> Event:
     step = span.step
     waits = isinstance(step, Wait | Barrier)
-    args: dict[str, Any] = {"iteration": span.iteration, "kind": "wait" if waits else step.kind, "window": step.window}
+    args: Event = {"iteration": span.iteration, "kind": "wait" if waits else step.kind, "window": step.window}
     if isinstance(step, Run):
         args |= {"node": step.node, "reads": list(step.reads), "writes": list(step.writes)}
     return args
-
-
-def _windows(pid: int, spans: list[Span], origin: int) -> Iterator[dict[str, Any]]:
-    """A window lasts from its first step to its last: waiting at its end is part of it."""
-    for (iteration, window), run in groupby(spans, key=lambda span: (span.iteration, span.step.window)):
-        steps = list(run)
-        args = {"iteration": iteration}
-        yield _slice(pid, WINDOWS, window, steps[0].start_ns, steps[-1].stop_ns, origin, args)
-
-
-def _lanes(pid: int, lanes: list[Beside], origin: int) -> Iterator[dict[str, Any]]:
-    """A track for each lane, in the order in which they were first at work."""
-    names = list(dict.fromkeys(beside.span.lane for beside in sorted(lanes, key=lambda b: b.span.start_ns)))
-    for tid, name in enumerate(names, start=WINDOWS + 1):
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
-        for beside in (b for b in lanes if b.span.lane == name):
-            span, args = beside.span, {"iteration": beside.iteration, "kind": name}
-            yield _slice(pid, tid, span.text, span.start_ns, span.stop_ns, origin, args)
-
-
-def _barriers(pid: int, spans: list[Span], origin: int) -> Iterator[dict[str, Any]]:
-    for span in spans:
-        if isinstance(span.step, Barrier):
-            at = {"ts": (span.stop_ns - origin) / 1e3, "pid": pid, "tid": STEPS}
-            yield {"ph": "i", "s": "g", "name": span.step.name, **at, "args": {"iteration": span.iteration}}

@@ -10,7 +10,7 @@ stored (stream.py): the chunks of the program are known from the start. The last
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -115,6 +115,14 @@ class StreamedUpdate:
     def _clipped(self, step: UpdateChunk) -> tuple[int, int]:
         """The last share may be shorter than those that the plan has chunks for."""
         return min(step.start, self.numel), min(step.stop, self.numel)
+
+    def carried(self) -> dict[str, int]:
+        """What a checkpoint holds beside the state's tensors; JSON."""
+        return {"steps": self.steps}
+
+    def restore(self, facts: Mapping[str, int]) -> None:
+        """Go on counting where `carried` was."""
+        self.steps = facts["steps"]
 
     def _flat(self, name: str) -> Tensor:
         return self.trained.current(name)[: self.numel]

@@ -20,7 +20,9 @@ from rollplex.ir.engines import engine_module
 from rollplex.ir.errors import Problem, RollplexError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan, parse_plan
+from rollplex.runtime.carrying import keep, take_up
 from rollplex.runtime.channel import Channel, Closed
+from rollplex.runtime.checkpoint import noted
 from rollplex.runtime.crew import START_S
 from rollplex.runtime.executor import run_iteration
 from rollplex.runtime.link import ORPHANED, ChildLink
@@ -66,7 +68,7 @@ def _serve(link: ChildLink) -> None:
     state = engine_state(assign.process, plan, job, link, engine)
     _share(link, plan, state)
     link.send(Ready(engine.ready()))
-    while _obey(link, state):
+    while _obey(link, state, job):
         pass
     engine.close()  # only here: after an error the process ends, and the kernel takes everything back
 
@@ -97,7 +99,7 @@ def _share(link: ChildLink, plan: Plan, state: ProcessState) -> None:
         state.memory.adopt(adopt.object, fds)
 
 
-def _obey(link: ChildLink, state: ProcessState) -> bool:
+def _obey(link: ChildLink, state: ProcessState, job: Job) -> bool:
     """One command; False after Stop."""
     command, _ = link.command()
     match command:
@@ -109,6 +111,11 @@ def _obey(link: ChildLink, state: ProcessState) -> bool:
             link.send(Answer("save", {"path": path}))
         case Ask("digests"):
             link.send(Answer("digests", _digests(state)))
+        case Ask("checkpoint", path):
+            link.send(Answer("checkpoint", keep(state, job, Path(path))))
+        case Ask("restore", path):
+            take_up(state, job, Path(path), noted(Path(path), str(state.process)))
+            link.send(Answer("restore", {}))
         case Stop():
             return False
         case _:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from rollplex.backends.carried import Carried
 from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.rollout import Rollout
@@ -23,6 +25,7 @@ from rollplex.backends.host.sharded import sharded_model
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.publication import Subscription
 from rollplex.backends.shard import shard_of
+from rollplex.backends.training.carrying import CarriedObjects
 from rollplex.backends.training.placement import DTYPES, config_of, split, tensors_of
 from rollplex.backends.training.refresh import REFRESH, START_S, copies
 from rollplex.ir.job import Job
@@ -50,6 +53,7 @@ class RolloutEngine:
         self._dice = [torch.Generator() for _ in seat.prompts]
         self._decoding: Decoding | None = None
         self._seconds = 0.0
+        self._carried = CarriedObjects(job, self._objects)
         self._sampled: str = ""
         self._begun = 0
         self._published: Subscription | None = None
@@ -89,7 +93,6 @@ class RolloutEngine:
         self._begun += 1
         for die, prompt in zip(self._dice, self._seat.prompts, strict=True):
             die.manual_seed(_mixed(_mixed(self.job.run.seed, iteration), prompt))
-        self._objects.measuring = iteration == 0
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
@@ -122,7 +125,16 @@ class RolloutEngine:
 
     def finish(self) -> EngineReport:
         events, marks = self._objects.take_log()
+        self._objects.measuring = False
         return EngineReport(self._metrics, events=tuple(events), marks=tuple(marks))
+
+    def carried(self) -> Carried:
+        found = self._carried.carried()
+        return replace(found, facts={**found.facts, "sampled": self._sampled})
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self._carried.restore(tensors, facts)
+        self._sampled = facts["sampled"]
 
     def save(self, path: Path) -> None:
         raise AssertionError("the training rank saves")

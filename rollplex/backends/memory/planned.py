@@ -34,6 +34,11 @@ def in_pool(o: PlannedObject) -> bool:
     return o.host_backed or o.start == "host" or "host" in o.residency.values()
 
 
+def _stays(o: PlannedObject) -> bool:
+    """Whether an object is there when an iteration starts, with values of its own."""
+    return o.start in ("hbm", "host") and not is_temporary(o.name)
+
+
 class PlannedObjects:
     """`Objects` of one process: executes residency steps, and gives tensors over what it holds."""
 
@@ -157,6 +162,14 @@ class PlannedObjects:
             place[: len(source)].copy_(source)
         if self.on_host(name):
             self._store.filled(name, step="start")
+
+    def carried(self) -> tuple[str, ...]:
+        """Own objects that hold values between iterations and are not those of a frozen role."""
+        return tuple(n for n, o in self.owned.items() if _stays(o) and not o.host_backed)
+
+    def frozen(self) -> tuple[str, ...]:
+        """Own objects whose values never change."""
+        return tuple(n for n, o in self.owned.items() if _stays(o) and o.host_backed)
 
     def inodes(self) -> dict[str, list[int]]:
         """Inodes of shared pages: equal in two processes that hold the same physical copy."""

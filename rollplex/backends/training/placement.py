@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,10 @@ def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def config_of(job: Job, role: str | None = None) -> dict[str, Any]:
-    """The config.json of a role's model, or of the job's; JobError for a registry model, which has no files to run."""
+    """The config.json of a role's model, or of the job's; JobError for a registry model, which has no files to run.
+
+    A copy: transformers writes into what it is given, and a plan must not change because it was run.
+    """
     own = job.roles[role].model if role else None
     model = own or job.model
     if model.config is None:
@@ -169,4 +173,4 @@ def config_of(job: Job, role: str | None = None) -> dict[str, Any]:
             where=f"roles.{role}.model.name" if own else "model.name",
             hint="name a Hugging Face directory or a config.json to run it",
         )
-    return model.config
+    return deepcopy(model.config)

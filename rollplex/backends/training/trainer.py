@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rollplex.backends.carried import Carried
 from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
@@ -25,6 +26,7 @@ from rollplex.backends.memory.planned import IDLE, PlannedObjects
 from rollplex.backends.publication import Publication
 from rollplex.backends.rolemodel import Prefix, RoleModel
 from rollplex.backends.training.boundary import boundary_leaf
+from rollplex.backends.training.carrying import CarriedObjects
 from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
 from rollplex.backends.training.refresh import START_S, copies
@@ -75,6 +77,7 @@ class TrainEngine:
         self._scores = Scores(plan, seat, groups)
         self._losses = {role: StepLoss(loss, self._scores) for role, loss in plan.losses.items()}
         self._groups: dict[int, Group] = {}
+        self._carried = CarriedObjects(job, self._objects)
         for role in job.trained:
             self._replicas[role].accumulate(self._objects.pages(f"{role}.gradients", self.state_dtype))
         self._objects.start()
@@ -127,15 +130,22 @@ class TrainEngine:
             loss.begin()
             if self._objects.mapped(f"{role}.gradients"):  # they stay where nothing leaves, with the last step's sums
                 self._state(role, "gradients").zero_()
-        self._objects.measuring = iteration == 0
 
     def finish(self) -> EngineReport:
         self._groups.clear()
         self._objects.window(IDLE)
+        self._objects.measuring = False
         events, marks = self._objects.take_log()
         sums = {f"{self._label(role)}loss": loss.total for role, loss in self._losses.items()}
         sums = sums if self._seat.speaks else {}  # tensor-parallel ranks know the same loss
         return EngineReport(self._scores.means(), sums, events=tuple(events), marks=tuple(marks))
+
+    def carried(self) -> Carried:
+        return self._carried.carried()
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self._carried.restore(tensors, facts)
+        self._publication.start()
 
     def save(self, path: Path) -> None:
         try:
