@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollplex.backends.engine import EngineReport
+from rollplex.backends.lanes import LaneSpan
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Task, Wait
 from rollplex.runtime.intervals import common, length
@@ -138,10 +139,21 @@ def test_a_counter_of_each_gpu_follows_its_ledger() -> None:
     ledgers[0].release("a", "unmap a")
     logs = [tuple(ledger.take_log()[0]) for ledger in ledgers]
     counters = list(trace.counters({ProcessId("train", gpu): EngineReport(events=logs[gpu]) for gpu in (0, 1)}))
-    names = {e["pid"]: e["args"]["name"] for e in trace.names() if e["name"] == "process_name"}
-    found = [(names[e["pid"]], e["args"]["held"]) for e in counters]
+    found = [(e["name"].removeprefix("HBM bytes of "), e["args"]["held"]) for e in counters]
     assert found == [("gpu 0", 8192), ("gpu 0", 12288), ("gpu 0", 4096), ("gpu 1", 8192), ("gpu 1", 12288)]
+    assert [e["pid"] for e in counters] == [2, 2, 2, 3, 3]
     assert all(e["ph"] == "C" for e in counters)
+
+
+def test_lanes_are_tracks_of_their_process() -> None:
+    trace = Trace([CONTROLLER, TRAIN])
+    list(trace.steps([run("prefix", TRAIN, 0, 1)]))
+    lanes = (LaneSpan("update", "update of chunk 0", 30, 40), LaneSpan("load", "load of chunk 0", 10, 20))
+    first, second = (list(trace.lanes({TRAIN: EngineReport(lanes=lanes)})) for _ in range(2))
+    for events in (first, second):
+        slices = [(e["pid"], e["tid"], e["name"]) for e in events if e["ph"] == "X"]
+        assert slices == [(2, 3, "load of chunk 0"), (2, 4, "update of chunk 0")]
+    assert ([e["ph"] for e in first], [e["ph"] for e in second]) == (["M", "X", "M", "X"], ["X", "X"])
 
 
 def test_the_trace_of_a_killed_run_lacks_its_last_bracket_only(tmp_path: Path) -> None:

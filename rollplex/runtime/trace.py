@@ -1,9 +1,10 @@
 """The timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) opens: who did what when, written as it happens.
 
-process     controller, train 0, rollout 0           gpu 0
-track       steps      one slice a step              counter   bytes of HBM held
+process     controller, train 0, rollout 0
+track       steps      one slice a step
             windows    one slice a window
             lanes      load, update, store: the stages of each optimizer chunk, beside the steps
+counter     bytes of HBM that a GPU holds, at its training rank
 instants    the moment each barrier opened
 arrows      from a signal to the waits it ends
 """
@@ -72,13 +73,12 @@ class Trace:
         self._lanes: dict[tuple[ProcessId, str], int] = {}
 
     def names(self) -> Iterator[Event]:
-        """What the processes, their tracks and the GPUs are called."""
+        """What the processes and their tracks are called."""
         for process, pid in self._pids.items():
-            yield from _named(pid, str(process))
+            yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": str(process)}}
+            yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
             for tid, name in ((STEPS, "steps"), (WINDOWS, "windows")):
                 yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
-        for gpu in sorted({process.rank for process in self._pids if process.kind != "controller"}):
-            yield from _named(self._gpu(gpu), f"gpu {gpu}")
 
     def steps(self, spans: Sequence[Span]) -> Iterator[Event]:
         """Slices, instants and arrows of these spans, which are of one iteration."""
@@ -110,15 +110,13 @@ class Trace:
         for process, report in reports.items():
             logs.setdefault(process.rank, []).extend(event for event in report.events if event.kind != "touch")
         for gpu, log in sorted(logs.items()):
+            pid = self._pids[ProcessId("train", gpu)]
             for event in sorted(log, key=lambda event: event.seq):
-                at = {"ts": self._us(event.ns), "pid": self._gpu(gpu)}
-                yield {"ph": "C", "name": "HBM bytes", **at, "args": {"held": event.total}}
+                at = {"ts": self._us(event.ns), "pid": pid}
+                yield {"ph": "C", "name": f"HBM bytes of gpu {gpu}", **at, "args": {"held": event.total}}
 
     def _us(self, ns: int) -> float:
         return max(ns - self._origin, 0) / 1e3  # engines hold their initial objects before the first step
-
-    def _gpu(self, gpu: int) -> int:
-        return len(self._pids) + 1 + gpu
 
     def _slice(self, pid: int, tid: int, name: str, start_ns: int, stop_ns: int, args: Event) -> Event:
         times = {"ts": self._us(start_ns), "dur": (stop_ns - start_ns) / 1e3}
@@ -158,11 +156,6 @@ class Trace:
                 at = max(wait.start_ns, wait.stop_ns - 1)
                 yield {"ph": "s", **arrow, "pid": self._pids[signal.process], "ts": self._us(signal.start_ns)}
                 yield {"ph": "f", "bp": "e", **arrow, "pid": self._pids[wait.process], "ts": self._us(at)}
-
-
-def _named(pid: int, name: str) -> Iterator[Event]:
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
 
 
 def _arguments(span: Span) -> Event:
