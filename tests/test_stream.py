@@ -21,6 +21,7 @@ from runtime_threads import TRAIN, InThreads
 from runtime_tiny import luck, tight_plan
 from test_optimizer import CONFIG, fill_grad, fresh_state, named, reference, sizes_strategy
 
+from rollplex.backends.engine import EngineReport
 from rollplex.backends.lanes import LaneSpan, ThreadLanes
 from rollplex.backends.memory.live import LiveBytes
 from rollplex.ir.errors import EngineError, OutOfMemory
@@ -28,9 +29,9 @@ from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import UpdateChunk
 from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, clip_scale, flat_layout, global_norm
-from rollplex.runtime.spans import Span, Timeline
+from rollplex.runtime.spans import Span
 from rollplex.runtime.stream import UPDATE, ChunkStream, in_place, ring
-from rollplex.runtime.trace import trace_events
+from rollplex.runtime.trace import Trace
 
 torch.set_num_threads(1)
 STAGES = ("load", "update", "store")
@@ -287,10 +288,9 @@ def test_the_cast_goes_straight_into_the_snapshot() -> None:
 def test_every_stage_is_a_slice_of_a_lane_in_the_trace() -> None:
     """steps and windows are tracks 1 and 2; load, update and store come behind them."""
     spans = tuple(LaneSpan(stage, f"{stage} of chunk 0 of actor", 10 * i, 10 * i + 5) for i, stage in enumerate(STAGES))
-    timeline = Timeline({TRAIN: ()})
-    timeline.spans.append(Span(TRAIN, 3, UpdateChunk(window="P3", role="actor", index=0, start=0, stop=1), 0, 40))
-    timeline.rest(TRAIN, 3, spans)
-    events = list(trace_events(timeline.spans, timeline.lanes))
+    step = Span(TRAIN, 3, UpdateChunk(window="P3", role="actor", index=0, start=0, stop=1), 0, 40)
+    trace = Trace([TRAIN])
+    events = [*trace.names(), *trace.steps([step]), *trace.lanes({TRAIN: EngineReport(lanes=spans)})]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert tracks == {1: "steps", 2: "windows", 3: "load", 4: "update", 5: "store"}
     slices = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] > 2]
