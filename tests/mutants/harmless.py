@@ -144,6 +144,9 @@ def _special(plan: dict[str, Any], edit: Edit) -> str:
         return _object(plan["summary"]["objects"][edit.path[2]], edit)
     if edit.pattern == "graph.*.kwargs.*" and edit.how == "delete" and edit.path[-1] == "returns":
         return "the default, spelled out" if plan["graph"][edit.path[1]]["kwargs"]["returns"] == "scores" else ""
+    if edit.pattern == "graph.*.kwargs" and edit.how == "delete":
+        only = plan["graph"][edit.path[1]]["kwargs"] == {"returns": "scores"}
+        return "the default, spelled out" if only else ""
     if edit.pattern.endswith("run:grad_norm.outputs.*"):
         return "name of the norm, which no step takes"
     if re.fullmatch(r"programs\.(controller|rollout)\..*\.window", edit.pattern):
