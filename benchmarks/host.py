@@ -39,13 +39,13 @@ CONFIG: dict[str, Any] = {
     "model_type": "qwen2_5_vl", "tie_word_embeddings": False,
     "image_token_id": 262, "video_token_id": 263, "vision_start_token_id": 259, "vision_end_token_id": 260,
     "bos_token_id": 256, "eos_token_id": 258, "vocab_size": 264,
-    "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6,
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "rope_theta": 10000.0,
-    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
     "vision_config": {
-        "model_type": "qwen2_5_vl", "depth": 4, "hidden_size": 96, "intermediate_size": 192, "num_heads": 4,
+        "model_type": "qwen2_5_vl", "depth": 2, "hidden_size": 48, "intermediate_size": 96, "num_heads": 2,
         "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56,
-        "out_hidden_size": 192, "fullatt_block_indexes": [3], "tokens_per_second": 4,
+        "out_hidden_size": 96, "fullatt_block_indexes": [1], "tokens_per_second": 4,
     },
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import golden
 import pytest
 from algorithms import EXAMPLES, START, made, typed
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from rollplex.passes.lengths import Lengths
 from rollplex.passes.pipeline import compile_plan
 from rollplex.passes.schedule import check_streamed
 from rollplex.passes.stream_times import stream_times
+from rollplex.show.page import plan_page
 
 JOB = EXAMPLES / "jobs/qwen2_5_vl_32b_h800x8.yaml"
 GROUPS = 4
@@ -240,3 +242,9 @@ def test_jobs_that_cannot_stream(overrides: tuple[str, ...], what: str) -> None:
         load_job(JOB, ("schedule=streamed", *SMALL, *overrides))
     assert what in str(error.value)
     assert "schedule: rollplex" in str(error.value)
+
+
+def test_page() -> None:
+    """The page as `--plan-only` prints it: the contract with the stream's window, and what is hidden."""
+    page = "\n".join(text.plain for text in plan_page(plan(), JOB.name))
+    golden.check("plan_streamed.txt", page + "\n")
