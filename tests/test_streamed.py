@@ -25,7 +25,9 @@ from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
 from rollplex.passes.costs import INTERFERENCE_SHARE
 from rollplex.passes.lengths import Lengths
 from rollplex.passes.pipeline import compile_plan
-from rollplex.passes.schedule import check_streamed
+from rollplex.passes.rebuild import rebuild
+from rollplex.passes.schedule import Schedule, check_streamed
+from rollplex.passes.state import Lifetimes
 from rollplex.passes.stream_times import stream_times
 from rollplex.show.page import plan_page
 
@@ -242,6 +244,13 @@ def test_jobs_that_cannot_stream(overrides: tuple[str, ...], what: str) -> None:
         load_job(JOB, ("schedule=streamed", *SMALL, *overrides))
     assert what in str(error.value)
     assert "schedule: rollplex" in str(error.value)
+
+
+def test_the_facts_behind_a_plan_file_are_made_again() -> None:
+    """As `rollplex explain` does it, from the graph of the plan, which has no types."""
+    found = rebuild(plan())
+    assert found[Schedule].stream is not None
+    assert "P1 stream" in found[Lifetimes]["actor.gradients"].uses
 
 
 def test_page() -> None:
