@@ -198,6 +198,8 @@ def test_a_full_disk_at_the_end_leaves_no_half_written_weights(tmp_path: Path) -
             resource.prlimit(pids[TRAIN], resource.RLIMIT_FSIZE, (100_000, 100_000))
 
     with pytest.raises(RunError, match=r"train 0 .* after iteration 1: .*cannot write the weights"):
-        run_plan(tiny_plan(), hosts={"reward": luck}, out_dir=tmp_path / "run", progress=progress)
+        run_plan(
+            tiny_plan(run={"checkpoint_every": 0}), hosts={"reward": luck}, out_dir=tmp_path / "run", progress=progress
+        )
     assert not (tmp_path / "run" / "final").exists()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
