@@ -50,6 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
     "saved on the host, layers recomputed": {"roles": roles("host", "full")},
     "saved in HBM": {"roles": roles("hbm", "none")},
     "dropped and recomputed": {"roles": roles("dropped", "full")},
+    "some of the sampled prompts": {
+        "roles": roles("host", "none"),
+        "workload": {"prompts": 2, "rollout": {"kind": "oversample", "factor": 2}},
+    },
     "frozen tower": {"roles": roles("host", "none", ("vision",))},
     ONE_AT_A_TIME: {"roles": roles("host", "full"), "optimizer": {**BASE["optimizer"], **UNDECAYED}},
     ADAM: {"roles": roles("hbm", "full"), "optimizer": {**BASE["optimizer"], **UNDECAYED, "kind": "adam"}},
@@ -140,7 +144,8 @@ def test_gradient_and_update_are_those_of_a_whole_sequence_pass_and_of_torch(nam
     recorded = Recorded(plan_of(name))
     values = recorded.values
     model = oracle(recorded)
-    loss = textbook_loss(model, values["prompts"], values["rollout"], values["score"])
+    taken = values["prompts"].take(values["rollout"].taken)
+    loss = textbook_loss(model, taken, values["rollout"], values["score"])
     loss.backward()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found = recorded.gradients()

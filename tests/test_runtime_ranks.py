@@ -185,7 +185,13 @@ def test_copies_that_differ_are_refused() -> None:
 
 def test_ranks_of_one_engine_that_sampled_other_tokens_are_refused() -> None:
     def rollout(token: int) -> Rollout:
-        return Rollout(torch.full((4, 1, 2), token), torch.full((4, 1), 2), torch.zeros(4, 1, 2))
+        return Rollout(
+            torch.full((4, 1, 2), token),
+            torch.full((4, 1), 2),
+            torch.zeros(4, 1, 2),
+            torch.arange(4),
+            torch.ones(4, 1, 2),
+        )
 
     parts = {ProcessId("rollout", r): {"rollout": rollout(5 + r // 2)} for r in range(4)}
     whole = gathered(job(2, 2, 4), parts)["rollout"]

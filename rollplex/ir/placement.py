@@ -19,12 +19,17 @@ from rollplex.ir.job import Job
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank of a training or rollout engine on GPU `gpu` of its pool; `copy` is its replica or rollout engine."""
+    """One rank of a training or rollout engine on GPU `gpu` of its pool; `copy` is its replica or rollout engine.
+
+    `prompts` are those that it trains or whose responses it hands over, by their number among all that the step takes;
+    `sampled` those that it samples for, by their number among all that are sampled: the same where none is left.
+    """
 
     gpu: int
     copy: int
     tp: int
     prompts: range
+    sampled: range
 
     @property
     def speaks(self) -> bool:
@@ -35,7 +40,7 @@ class Seat:
 def training_seat(job: Job, rank: int) -> Seat:
     """The seat of a training rank: copy after copy, each with its tensor-parallel ranks in order."""
     copy, tp = divmod(rank, job.train_tp)
-    return Seat(rank, copy, tp, _share(job.workload.prompts, copy, job.data_parallel(job.policy)))
+    return _seated(job, rank, copy, tp, job.data_parallel(job.policy))
 
 
 def rollout_seat(job: Job, rank: int) -> Seat:
@@ -46,7 +51,7 @@ def rollout_seat(job: Job, rank: int) -> Seat:
         engine += copy * job.q
     else:
         engine, tp = divmod(rank, job.rollout_tp)
-    return Seat(rank, engine, tp, _share(job.workload.prompts, engine, job.engines))
+    return _seated(job, rank, engine, tp, job.engines)
 
 
 def seat(job: Job, kind: str, rank: int) -> Seat:
@@ -58,6 +63,10 @@ def prompts_of_group(job: Job, group: int) -> tuple[int, ...]:
     """The prompts of a step that are the `group`-th of a data-parallel rank, rank after rank."""
     copies = range(job.data_parallel(job.policy))
     return tuple(_share(job.workload.prompts, copy, len(copies))[group] for copy in copies)
+
+
+def _seated(job: Job, rank: int, copy: int, tp: int, copies: int) -> Seat:
+    return Seat(rank, copy, tp, _share(job.workload.prompts, copy, copies), _share(job.sampled, copy, copies))
 
 
 def _share(prompts: int, part: int, parts: int) -> range:

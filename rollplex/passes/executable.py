@@ -26,8 +26,10 @@ def not_executable(module: Module) -> tuple[str, ...]:
         found.append("schedule disaggregated")
     if job.on_host and not one_copy(job) and any(job.trainer(name).engine != "host" for name in job.trained):
         found.append("a second copy of the weights: only the host trainer's lie as the rollout engine reads them")
-    if job.workload.rollout.kind != "full":
-        found.append(f"{job.workload.rollout.kind} rollout")
+    if job.workload.rollout.kind == "partial" and set(module[Schedule].hosts) == module[Schedule].early:
+        found.append("partial rollout: no host function sees which responses are complete")
+    if job.workload.prompts % job.engines:
+        found.append(f"{job.workload.prompts} prompts over {job.engines} rollout engines: each hands over as many")
     if job.workload.turns is not None:
         found.append(f"{job.workload.turn_count} turns: backends sample every prompt once a step")
     return (*found, *_of_roles(job), *_of_calls(module[Schedule]))

@@ -147,8 +147,13 @@ class TrainProgram(Context):
             reads=(*self._weights(window), *self._pieces(call, at)),
             writes=self.placed(at, "hbm", *own, *saved, *self._shared_room),
             streams=self.placed(at, "host", *saved),
-            inputs=self._inputs(window),
+            inputs=(*self._inputs(window), *self._choice(window)),
         )  # fmt: skip
+
+    def _choice(self, window: Window) -> tuple[str, ...]:
+        """The rollout, for prefixes that run when it is known which of the sampled prompts a step takes."""
+        known = window.phase == "P2" and self.module.job.workload.rollout.kind != "full"
+        return tuple(c.node for c in self.schedule.generates) if known else ()
 
     def _pieces(self, call: Call, window: str) -> tuple[str, ...]:
         """The pieces of a boundary that a call goes on from."""

@@ -1,6 +1,6 @@
 """The controller's tasks: prompts in, the user's host functions in between.
 
-load    rows of the step (a seeded permutation every epoch) -> decoded, tokenized prompts
+load    rows of the step (steprows.py) -> decoded, tokenized prompts
 host    reward(question, answer, response, row), once for every response -> scores [prompt, group]
 
 A host function takes, by name, what it wants of: question, answer (of the row), response (its text), row (the whole
@@ -14,7 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -26,6 +26,7 @@ from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.encode import PromptMaker
 from rollplex.backends.data.parts import wholes_of
 from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.data.rows import Row
 from rollplex.backends.data.tokens import end_tokens, response_text
 from rollplex.backends.engine import Values
@@ -38,6 +39,7 @@ from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run
 from rollplex.runtime.background import Later
 from rollplex.runtime.calls import Call, HostCalls, Limits, score
+from rollplex.runtime.steprows import StepRows
 
 OFFERS = ("question", "answer", "response", "row", "tokens", "index")
 
@@ -61,6 +63,7 @@ class Feed:
         self._scores: dict[str, Tensor] = {}
         limits = Limits(job.run.reward_timeout_s, job.run.reward_workers, job.run.reward_failure)
         self._host_calls = {name: HostCalls(function, name, limits) for name, function in hosts.items()}
+        self._order = StepRows(job, len(rows))
         self._eos = end_tokens(maker.tokenizer)
         self._rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
         self._iteration = -1
@@ -81,13 +84,16 @@ class Feed:
                 raise AssertionError(f"{step.task} is no task of the controller")
 
     def carried(self) -> Carried:
-        """Nothing but what the rows are: which of them come next follows from the step."""
-        return Carried(facts={"rows": len(self.rows), "data": self._data})
+        """What the rows are, and those that the next step goes on with; all others follow from the step."""
+        step = self._iteration + 1
+        going_on = self._order.carried(step)
+        return Carried(facts={"rows": len(self.rows), "data": self._data, "step": step, "going_on": going_on})
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         if (facts["rows"], facts["data"]) != (len(self.rows), self._data):
             what = f"it holds other rows than the run began with ({len(self.rows)}, then {facts['rows']})"
             raise DataError(what, where=self.job.run.data or "run.data", hint="bring the file of that run back")
+        self._order.begin(facts["step"], facts["going_on"])
 
     @cached_property
     def _data(self) -> str:
@@ -98,10 +104,8 @@ class Feed:
         return seen.hexdigest()
 
     def rows_of(self, iteration: int) -> list[Row]:
-        """The rows of one step: epoch after epoch, each in a seeded order of its own, cut into steps."""
-        count = self.job.workload.prompts
-        places = (divmod(place, len(self.rows)) for place in range(iteration * count, (iteration + 1) * count))
-        return [self.rows[_epoch(len(self.rows), self.job.run.seed, epoch)[at]] for epoch, at in places]
+        """The rows that one step samples for, as `StepRows` deals them out."""
+        return [self.rows[place] for place in self._order.of(iteration)]
 
     # ---- load
 
@@ -138,7 +142,7 @@ class Feed:
         """Scores [prompts, group] of all responses, or of those to one group of every data-parallel rank."""
         name, (made,), failure = self.plan.hosts[step.node], step.outputs, self.job.run.reward_failure
         prompts = self._prompts(group_of(made))
-        calls = list(self._calls(name, inputs, prompts))
+        calls = list(self._calls(name, inputs))
         found = self._host_calls[name].each(calls, score)
         numbers = [number if number is not None else float(failure) for number in found.results]
         if failure != "stop":
@@ -150,6 +154,7 @@ class Feed:
         self._scores[made] = scores
         if group_of(made) in (None, self.job.prompts_per_rank - 1):
             self.metrics[name] = float(wholes_of(self._scores)[whole(made)].mean())
+            self._order.took(self._iteration, self._responses(inputs).taken.tolist())
             self._load_ahead()
         return scores
 
@@ -157,12 +162,16 @@ class Feed:
         """The prompts of the step that a host function judges: all, or those of one group."""
         return range(self.job.workload.prompts) if group is None else prompts_of_group(self.job, group)
 
-    def _calls(self, name: str, inputs: Mapping[str, Any], prompts: Sequence[int]) -> Iterator[Call]:
+    def _responses(self, inputs: Mapping[str, Any]) -> Rollout:
+        """The responses that a host function judges: all of the step's, or those of one group."""
+        return next(value for name, value in inputs.items() if whole(name) == self._rollout)
+
+    def _calls(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Call]:
         """One call a response, with those of `OFFERS` that the function takes."""
-        rollout = next(value for n, value in inputs.items() if whole(n) == self._rollout)
+        rollout = self._responses(inputs)
         wanted, rows = parameters_of(self.hosts[name], name), self.rows_of(self._iteration)
-        for at, prompt in enumerate(prompts):
-            row = rows[prompt]
+        for at, number in enumerate(rollout.taken.tolist()):
+            row = rows[number]
             for i, tokens in enumerate(rollout.responses(at)):
                 text = response_text(self.maker.tokenizer, tokens.tolist())
                 offered = {"question": row.question, "answer": row.answer, "response": text, "row": row_data(row)}
@@ -190,10 +199,3 @@ def parameters_of(function: Callable[..., Any], name: str) -> frozenset[str]:
         what = f"`{name}` takes {', '.join(unknown)}, which no row offers"
         raise RunError(what, where="host function", hint=f"a host function may take {', '.join(OFFERS)}, by name")
     return frozenset(p.name for p in parameters)
-
-
-@lru_cache(2)
-def _epoch(rows: int, seed: int, epoch: int) -> list[int]:
-    """The data order of one epoch: a permutation of its own."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(rows, generator=generator).tolist()

@@ -45,7 +45,7 @@ def seen_by(job: Job, process: ProcessId, values: Values) -> Values:
     """What a process is sent of an event's values."""
     if process == CONTROLLER:
         return values
-    own = seat(job, process.kind, process.rank).prompts
+    own = seat(job, process.kind, process.rank).sampled
     return {name: value.seen_by(own) if isinstance(value, PromptBatch) else value for name, value in values.items()}
 
 

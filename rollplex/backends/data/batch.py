@@ -26,6 +26,10 @@ class PromptBatch:
         """These prompts alone."""
         return PromptBatch(self.prompts[prompts.start : prompts.stop], self.eos)
 
+    def take(self, numbers: Tensor) -> PromptBatch:
+        """The prompts of these numbers, in this order."""
+        return PromptBatch(tuple(self.prompts[i] for i in numbers.tolist()), self.eos)
+
     def seen_by(self, prompts: range) -> PromptBatch:
         """All prompts, with the patches of these alone: nobody runs a prompt of another rank."""
         return PromptBatch(

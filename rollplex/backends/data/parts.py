@@ -18,7 +18,7 @@ from rollplex.ir.parts import group_of, whole
 def joined(parts: Sequence[Any]) -> Any:
     """All prompts of the step, of the parts of all groups: tensors [ranks, ..] or rollouts."""
     if isinstance(parts[0], Rollout):
-        fields = zip(*((p.tokens, p.lengths, p.logprobs) for p in parts), strict=True)
+        fields = zip(*(p.fields for p in parts), strict=True)
         return Rollout(*(joined(same) for same in fields))
     assert all(isinstance(p, Tensor) for p in parts), "parts are tensors and rollouts"
     return torch.stack(list(parts), dim=1).flatten(0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,15 @@ from torch import Tensor
 class Rollout:
     """tokens [prompts, n, max_tokens] int64 with the end token as last token of a response that ended, 0 beyond;
     lengths [prompts, n]; logprobs like tokens, of the sampled tokens under the temperature they were sampled with.
+    taken [prompts] int64: the number of each prompt among all that were sampled for, ascending within an engine.
+    versions like tokens, int32: the step, counted from 1, whose weights sampled each token; 0 where there is none.
     """
 
     tokens: Tensor
     lengths: Tensor
     logprobs: Tensor
+    taken: Tensor
+    versions: Tensor
 
     @property
     def mask(self) -> Tensor:
@@ -27,7 +31,18 @@ class Rollout:
     def of(self, prompts: range) -> Rollout:
         """The responses to these prompts alone."""
         cut = slice(prompts.start, prompts.stop)
-        return Rollout(self.tokens[cut], self.lengths[cut], self.logprobs[cut])
+        return self._each(lambda x: x[cut])
+
+    def take(self, places: Tensor) -> Rollout:
+        """The responses to the prompts at these places, in this order."""
+        return self._each(lambda x: x[places])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Rollout:
+        return Rollout(*(change(x) for x in self.fields))
+
+    @property
+    def fields(self) -> tuple[Tensor, ...]:
+        return (self.tokens, self.lengths, self.logprobs, self.taken, self.versions)
 
     def rows(self, prompts: Sequence[int]) -> Rollout:
         """The responses to these prompts, in this order."""
@@ -37,12 +52,13 @@ class Rollout:
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
         """The parts of several engines, in the order of their prompts."""
-        fields = zip(*((p.tokens, p.lengths, p.logprobs) for p in parts), strict=True)
+        fields = zip(*(p.fields for p in parts), strict=True)
         return cls(*(torch.cat(same) for same in fields))
 
     def same_as(self, other: Rollout) -> bool:
         """Whether both hold the same tokens; log-probabilities may differ by the order of sums."""
-        return torch.equal(self.tokens, other.tokens) and torch.equal(self.lengths, other.lengths)
+        pairs = ((self.tokens, other.tokens), (self.lengths, other.lengths), (self.taken, other.taken))
+        return all(torch.equal(a, b) for a, b in pairs)
 
     def responses(self, prompt: int) -> list[Tensor]:
         """The n responses of a prompt, each as long as it is."""

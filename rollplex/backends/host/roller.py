@@ -22,6 +22,7 @@ from rollplex.backends.facts import load_facts
 from rollplex.backends.hf.model import HostModel
 from rollplex.backends.host.rollout import Decoding
 from rollplex.backends.host.sharded import sharded_model
+from rollplex.backends.host.unfinished import Unfinished
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.publication import Subscription
 from rollplex.backends.shard import shard_of
@@ -34,7 +35,7 @@ from rollplex.ir.placement import Seat, prompts_of_group
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Rebuild, Run
 
-KV = "rollout.kv"
+KV, CARRIED = "rollout.kv", "rollout.carried"
 
 
 class RolloutEngine:
@@ -50,10 +51,12 @@ class RolloutEngine:
         self._objects = PlannedObjects(plan, "rollout", process, fds)
         self._model = self._sharded(plan, seat, groups)
         self._seat, self._ranks = seat, groups
-        self._dice = [torch.Generator() for _ in seat.prompts]
+        self._dice = [torch.Generator() for _ in seat.sampled]
         self._decoding: Decoding | None = None
         self._seconds = 0.0
         self._carried = CarriedObjects(job, self._objects)
+        self._unfinished = self._room_for_unfinished()
+        self._version = 0
         self._sampled: str = ""
         self._begun = 0
         self._published: Subscription | None = None
@@ -91,8 +94,9 @@ class RolloutEngine:
         images or graphs bound to addresses resets them at this place.
         """
         self._begun += 1
-        for die, prompt in zip(self._dice, self._seat.prompts, strict=True):
+        for die, prompt in zip(self._dice, self._seat.sampled, strict=True):
             die.manual_seed(_mixed(_mixed(self.job.run.seed, iteration), prompt))
+        self._version = iteration + 1
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
@@ -102,11 +106,11 @@ class RolloutEngine:
         # A copy of its own has no other writer: this rank enters the exchange that refreshes it.
         with self._published.readable(self._begun - 1) if self._published else nullcontext():
             if self._decoding is None:
-                self._decoding, self._seconds = self._begin(prompts.of(self._seat.prompts)), 0.0
-            rollout = self._decoding.until(self._wanted(group_of(made)))
+                self._decoding, self._seconds = self._begin(prompts.of(self._seat.sampled)), 0.0
+            rollout = self._awaited(self._decoding, group_of(made))
         self._seconds += time.monotonic() - started
         if group_of(made) in (None, self.job.prompts_per_rank - 1):
-            self._note(self._decoding.until(self._wanted(None)), self._seconds)
+            self._note(rollout if group_of(made) is None else self._decoding.until(self._wanted(None)), self._seconds)
             self._decoding = None
         return {made: self._sent(rollout)}
 
@@ -159,10 +163,28 @@ class RolloutEngine:
         tower = split(pages.pages(vision, self.dtype), tensors_of(job, role, "vision"))
         return sharded_model(config_of(job), shard, pages.pages(weights, self.dtype), buffer, tower, groups)
 
+    def _awaited(self, decoding: Decoding, group: int | None) -> Rollout:
+        """The responses that a step waits for: to all prompts or one group's, or to the first prompts to complete."""
+        if len(self._seat.sampled) == len(self._seat.prompts):
+            return decoding.until(self._wanted(group))
+        taken, left = decoding.first(len(self._seat.prompts))
+        if self._unfinished is not None:
+            self._unfinished.put(left)
+        return taken
+
     def _wanted(self, group: int | None) -> list[int]:
         """Which of the engine's prompts are of a group of the training ranks, by their places here; all, for none."""
         own = self._seat.prompts
         return [p - own.start for p in (own if group is None else prompts_of_group(self.job, group)) if p in own]
+
+    def _room_for_unfinished(self) -> Unfinished | None:
+        """The plan's object for responses that go on in the next step, where there are any."""
+        if not self._objects.has(CARRIED):
+            return None
+        left = len(self._seat.sampled) - len(self._seat.prompts)
+        memory = self._objects.slot(CARRIED, torch.uint8)
+        self._objects.filled(CARRIED)
+        return Unfinished(memory, left, self.job.group, self.job.workload.response_tokens)
 
     def _begin(self, prompts: PromptBatch) -> Decoding:
         job = self.job
@@ -176,22 +198,28 @@ class RolloutEngine:
             self._objects.pages(KV, self.dtype),
             eos=prompts.eos,
             tp=self.job.rollout_tp,
+            begun=self._unfinished and self._unfinished.take(),
+            version=self._version,
         )
 
     def _sent(self, rollout: Rollout) -> Rollout:
         losses = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return replace(rollout, logprobs=rollout.logprobs.to(losses))
+        return replace(rollout, logprobs=rollout.logprobs.to(losses), taken=rollout.taken + self._seat.sampled.start)
 
     def _note(self, sampled: Rollout, seconds: float) -> None:
         """Metrics and digest of all responses of the step, whether or not they left group by group."""
         rollout = self._sent(sampled)
-        tokens = int(rollout.lengths.sum())
+        tokens, older = int(rollout.lengths.sum()), rollout.versions[rollout.mask] < self._version
         self._metrics = {
             "response_tokens": tokens / rollout.lengths.numel(),
             "rollout_tokens_per_s": tokens / max(seconds, 1e-9),
         }
+        if self._unfinished:
+            self._metrics["older_tokens"] = float(older.double().mean())  # the share that other weights sampled
         state = torch.tensor(list(self._sampled.encode()), dtype=torch.uint8)
-        self._sampled = digest(state, rollout.tokens, rollout.lengths, rollout.logprobs)
+        self._sampled = digest(
+            state, rollout.tokens, rollout.lengths, rollout.logprobs, rollout.taken, rollout.versions
+        )
 
 
 def _mixed(seed: int, number: int) -> int:

@@ -10,6 +10,7 @@ other rows end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,12 +19,11 @@ from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.hf.model import HostModel
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
-from rollplex.backends.host.suffix import token_logprobs
-from rollplex.backends.training.attention import attend_prefix, merge
+from rollplex.backends.host.suffix import suffix_positions, token_logprobs
+from rollplex.backends.training.attention import attend_filled, attend_prefix, causal_after_prefix, merge
 from rollplex.ir.errors import OutOfMemory
 
 
-@torch.no_grad()
 def generate(
     model: HostModel,
     prompts: Sequence[Prompt],
@@ -35,10 +35,15 @@ def generate(
     *,
     eos: Sequence[int],
     tp: int = 1,
+    begun: Rollout | None = None,
+    version: int = 0,
     on_step: Callable[[int, int], None] = lambda step, live: None,
 ) -> Rollout:
     """Sample n responses of up to `max_tokens` tokens for every prompt, all of them; the arguments are `Decoding`'s."""
-    decoding = Decoding(model, prompts, n, max_tokens, temperature, dice, kv, eos=eos, tp=tp, on_step=on_step)
+    decoding = Decoding(
+        model, prompts, n, max_tokens, temperature, dice, kv,
+        eos=eos, tp=tp, begun=begun, version=version, on_step=on_step,
+    )  # fmt: skip
     return decoding.until(range(len(prompts)))
 
 
@@ -61,6 +66,8 @@ class Decoding:
         *,
         eos: Sequence[int],
         tp: int = 1,
+        begun: Rollout | None = None,
+        version: int = 0,
         on_step: Callable[[int, int], None] = lambda step, live: None,
     ) -> None:
         """Prefill; temperature 0 takes the likeliest token.
@@ -70,41 +77,125 @@ class Decoding:
         at most); raises OutOfMemory with the shortfall. `on_step(step, live rows)` is called after every prefill (step
         0) and every decode step. `dice` has a generator for each prompt: what a prompt samples does not depend on which
         others share its engine. The same generator states, weights, prompts and thread count give the same bits.
+        `begun` are responses to the first prompts that an earlier step has left: their tokens are prefilled again and
+        keep their log-probabilities and versions; new tokens are of `version`.
         """
         self._model, self._temperature, self._on_step = model, temperature, on_step
         self._cache = _Cache(model, prompts, n, max_tokens, kv, tp)
-        self._eos, self._step, self._shape = torch.tensor(eos), 0, (len(prompts), n, max_tokens)
-        rows = len(prompts) * n
+        self._made = _Rows.of(len(prompts), n, max_tokens, kv.dtype, begun)
+        self._eos, self._version, self._prompts, self._step = torch.tensor(eos), version, len(prompts), 0
+        self._first = torch.cat([p.input_ids[-1:].expand(n) for p in prompts])
         self._thrown = torch.cat([torch.rand(n, max_tokens, generator=die, dtype=torch.float64) for die in dice])
         for slot, prompt in zip(self._cache.prefixes, prompts, strict=True):
             run_prefix(model, prompt, slot, attached=False)
-            on_step(0, rows)
-        self._tokens = torch.zeros(rows, max_tokens, dtype=torch.int64)
-        self._lengths = torch.full((rows,), max_tokens)
-        self._logprobs = torch.zeros(rows, max_tokens, dtype=kv.dtype)
-        self._current = torch.cat([p.input_ids[-1:].expand(n) for p in prompts])
+            on_step(0, len(self._first))
+        _go_on(model, self._cache, self._made, prompts)
+        self._drop_ended(int(self._made.lengths.max()))
 
     @torch.no_grad()
     def until(self, prompts: Sequence[int]) -> Rollout:
         """Decode until the last response to these prompts has ended; they alone, in this order."""
         wanted = torch.tensor(list(prompts), dtype=torch.int64)
-        while self._step < self._shape[2] and torch.isin(self._cache.prompt_of[self._cache.live], wanted).any():
+        while torch.isin(self._cache.prompt_of[self._cache.live], wanted).any():
             self._one_token()
-        tokens, logprobs = self._tokens.view(self._shape), self._logprobs.view(self._shape)
-        return Rollout(tokens[wanted], self._lengths.view(self._shape[:2])[wanted], logprobs[wanted])
+        return self._made.rollout(self._prompts).take(wanted)
+
+    @torch.no_grad()
+    def first(self, count: int) -> tuple[Rollout, Rollout]:
+        """Decode until `count` prompts have all of their responses: those, and the others as far as they are.
+
+        Of prompts that complete at the same token the first come first.
+        """
+        complete = self._cache.complete(but=())
+        while len(complete) < count:
+            self._one_token()
+            complete += self._cache.complete(but=complete)
+        taken = set(complete[:count])
+        sides = ([p for p in range(self._prompts) if (p in taken) == side] for side in (True, False))
+        every = self._made.rollout(self._prompts)
+        took, left = (every.take(torch.tensor(side, dtype=torch.int64)) for side in sides)
+        return took, left
 
     def _one_token(self) -> None:
         """One more token of every live row."""
-        live, step = self._cache.live, self._step
-        logits = _decode(self._model, self._cache, self._current, step)
-        current = _sample(logits, self._temperature, self._thrown[live, step])
-        self._tokens[live, step] = current
-        self._logprobs[live, step] = token_logprobs(logits, current, self._temperature or 1.0)
-        ended = torch.isin(current, self._eos)
-        self._lengths[live[ended]] = step + 1
-        self._current = self._cache.drop(ended, current, step + 1)
+        live = self._cache.live
+        at = self._made.lengths[live]
+        logits, longest = _decode(self._model, self._cache, self._made.last(live, self._first), at), int(at.max()) + 1
+        tokens = _sample(logits, self._temperature, self._thrown[live, at])
+        self._made.add(live, tokens, token_logprobs(logits, tokens, self._temperature or 1.0), self._version)
+        self._drop_ended(longest)
         self._step += 1
-        self._on_step(self._step, len(self._current))
+        self._on_step(longest, len(self._cache.live))
+
+    def _drop_ended(self, longest: int) -> None:
+        self._cache.drop(self._made.ended(self._cache.live, self._eos), longest)
+
+
+@dataclass
+class _Rows:
+    """What all rows have so far: [row, token], and [row] tokens of each."""
+
+    tokens: Tensor
+    lengths: Tensor
+    logprobs: Tensor
+    versions: Tensor
+
+    @classmethod
+    def of(cls, prompts: int, n: int, max_tokens: int, dtype: torch.dtype, begun: Rollout | None) -> _Rows:
+        shape = (prompts * n, max_tokens)
+        rows = cls(
+            torch.zeros(shape, dtype=torch.int64),
+            torch.zeros(shape[0], dtype=torch.int64),
+            torch.zeros(shape, dtype=dtype),
+            torch.zeros(shape, dtype=torch.int32),
+        )
+        if begun is not None:
+            count = begun.lengths.numel()
+            rows.lengths[:count] = begun.lengths.flatten()
+            for into, found in (
+                (rows.tokens, begun.tokens),
+                (rows.logprobs, begun.logprobs),
+                (rows.versions, begun.versions),
+            ):
+                into[:count] = found.flatten(0, 1)
+        return rows
+
+    def add(self, rows: Tensor, tokens: Tensor, logprobs: Tensor, version: int) -> None:
+        """One more token of each of these rows."""
+        at = self.lengths[rows]
+        self.tokens[rows, at], self.logprobs[rows, at], self.versions[rows, at] = tokens, logprobs, version
+        self.lengths[rows] = at + 1
+
+    def last(self, rows: Tensor, first: Tensor) -> Tensor:
+        """The last token of each of these rows; of one that has none the prompt's, `first` [row]."""
+        at = self.lengths[rows]
+        return torch.where(at > 0, self.tokens[rows, at.clamp(min=1) - 1], first[rows])
+
+    def ended(self, rows: Tensor, eos: Tensor) -> Tensor:
+        """Which of these rows have their end token, or no room for another one."""
+        at = self.lengths[rows]
+        stopped = torch.isin(self.tokens[rows, at.clamp(min=1) - 1], eos) & (at > 0)
+        return stopped | (at == self.tokens.shape[1])
+
+    def rollout(self, prompts: int) -> Rollout:
+        """All rows by prompt."""
+        tokens, lengths, logprobs, versions = (
+            x.view(prompts, -1, *x.shape[1:]) for x in (self.tokens, self.lengths, self.logprobs, self.versions)
+        )
+        return Rollout(tokens, lengths, logprobs, torch.arange(prompts), versions)
+
+
+def _go_on(model: HostModel, cache: _Cache, made: _Rows, prompts: Sequence[Prompt]) -> None:
+    """Prefill what rows have already but for their last token, which is the next to go in: row by row."""
+    language = model.model.language_model
+    for row in made.lengths.nonzero()[:, 0].tolist():
+        prompt, count = prompts[int(cache.prompt_of[row])], int(made.lengths[row])
+        inputs = torch.cat([prompt.input_ids[-1:], made.tokens[row, : count - 1]])[None]
+        hidden = language.embed_tokens(inputs)
+        rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, count))
+        prefill = _Prefill(cache, row, count)
+        for layer in language.layers:
+            hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=prefill)
 
 
 def _sample(logits: Tensor, temperature: float, dice: Tensor) -> Tensor:
@@ -116,12 +207,12 @@ def _sample(logits: Tensor, temperature: float, dice: Tensor) -> Tensor:
     return found.clamp(max=logits.shape[-1] - 1)
 
 
-def _decode(model: HostModel, cache: _Cache, tokens: Tensor, step: int) -> Tensor:
-    """Logits [live, vocab] after one more token a row."""
+def _decode(model: HostModel, cache: _Cache, tokens: Tensor, at: Tensor) -> Tensor:
+    """Logits [live, vocab] after one more token a row, which is the row's `at`-th."""
     language = model.model.language_model
-    cache.step = step
+    cache.at = at
     hidden = language.embed_tokens(tokens[:, None])
-    positions = (cache.first_position[cache.live] + step).expand(3, -1)[..., None]
+    positions = (cache.first_position[cache.live] + at).expand(3, -1)[..., None]
     rotary = language.rotary_emb(hidden, positions)
     for layer in language.layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=cache)
@@ -143,27 +234,35 @@ class _Cache:
         self.first_position = torch.tensor([p.next_position - 1 for p in prompts]).repeat_interleave(n)
         self.prompt_of = torch.arange(len(prompts)).repeat_interleave(n)
         self.live = torch.arange(rows)
-        self.step = 0
+        self.at = torch.zeros(rows, dtype=torch.int64)
         self._group()
 
-    def drop(self, ended: Tensor, current: Tensor, tokens: int) -> Tensor:
-        """Close the gaps that ended rows leave; `current` without them."""
+    def drop(self, ended: Tensor, tokens: int) -> None:
+        """Close the gaps that ended rows leave; no row has more than `tokens`."""
         if ended.any():
             stay = (~ended).nonzero()[:, 0]
             moved = stay != torch.arange(len(stay))
             self.own[:, :, : len(stay), :, :tokens][:, :, moved] = self.own[:, :, stay[moved], :, :tokens]
-            self.live, current = self.live[stay], current[stay]
+            self.live = self.live[stay]
             self._group()
-        return current
+
+    def complete(self, but: Sequence[int]) -> list[int]:
+        """Prompts of which no row decodes any more, without those that are known."""
+        decoding = set(self.prompt_of[self.live].tolist())
+        return [p for p in range(len(self.prefixes)) if p not in decoding and p not in but]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Store one token a row and attend to the row's own tokens and its prompt's prefix."""
         rows, kv_heads = key.shape[:2]
-        self.own[layer, 0, :rows, :, self.step] = key[:, :, 0]
-        self.own[layer, 1, :rows, :, self.step] = value[:, :, 0]
-        own = self.own[layer, :, :rows, :, : self.step + 1]
+        slots, longest = torch.arange(rows), int(self.at.max())
+        self.own[layer, 0][slots, :, self.at] = key[:, :, 0]
+        self.own[layer, 1][slots, :, self.at] = value[:, :, 0]
+        own = self.own[layer, :, :rows, :, : longest + 1]
         grouped = query[:, :, 0].unflatten(1, (kv_heads, -1))
-        out, lse = attend_prefix(grouped, own[0], own[1], scale)
+        if int(self.at.min()) == longest:
+            out, lse = attend_prefix(grouped, own[0], own[1], scale)
+        else:
+            out, lse = attend_filled(grouped, own[0], own[1], self.at + 1, scale)
         other, other_lse = torch.empty_like(out), torch.empty_like(lse)
         for prompt, start, stop in self.spans:
             prefix_key, prefix_value = self.prefixes[prompt][layer]
@@ -178,6 +277,18 @@ class _Cache:
         prompts, counts = self.prompt_of[self.live].unique_consecutive(return_counts=True)
         stops = counts.cumsum(0)
         self.spans = list(zip(prompts.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True))
+
+
+class _Prefill:
+    """Stores the first tokens of one row, which attend to each other and to the prompt's prefix."""
+
+    def __init__(self, cache: _Cache, row: int, count: int) -> None:
+        self.own = cache.own[:, :, row, :, :count]
+        self.prefix = cache.prefixes[int(cache.prompt_of[row])]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        self.own[layer, 0], self.own[layer, 1] = key[0], value[0]
+        return causal_after_prefix(query, key, value, self.prefix[layer, 0], self.prefix[layer, 1], scale)
 
 
 def _carve(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

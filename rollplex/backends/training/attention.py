@@ -50,6 +50,17 @@ def attend_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tu
     return _flash(query, key, value, 0.0, False, scale=scale)
 
 
+def attend_filled(query: Tensor, key: Tensor, value: Tensor, filled: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `attend_prefix`, but sequence i has only its first `filled[i]` keys: what lies behind is not even read."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    empty = torch.arange(key.shape[2]) >= filled[:, None]
+    scores = (query.to(wide) @ key.to(wide).transpose(-1, -2)) * scale
+    scores = scores.masked_fill(empty[:, None, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp()
+    return (weights @ value.to(wide).masked_fill(empty[:, None, :, None], 0)).to(query.dtype), lse
+
+
 class _SharedPrefix(torch.autograd.Function):
     @staticmethod
     def forward(

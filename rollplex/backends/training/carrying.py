@@ -21,6 +21,9 @@ from rollplex.backends.training.placement import DTYPES
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 
+UNFINISHED = "rollout.carried"
+"""Responses that go on in the next step: each rollout engine has those to its own prompts."""
+
 
 class CarriedObjects:
     """The objects of one rank that a checkpoint holds, each as one flat tensor."""
@@ -30,13 +33,13 @@ class CarriedObjects:
         self.objects = objects
         self._state = {name for role in job.trained for name in _state(role)}
         shared_out = (role for role in job.trained if job.trainer(role).distributed_optimizer)
-        self._shared_out = {name for role in shared_out for name in _state(role)}
+        self._own = {UNFINISHED, *(name for role in shared_out for name in _state(role))}
 
     def carried(self) -> Carried:
         """Live memory of the objects."""
         tensors = {name: self._current(name) for name in self.objects.carried()}
-        own = {name: tensor for name, tensor in tensors.items() if name in self._shared_out}
-        copied = {name: tensor for name, tensor in tensors.items() if name not in self._shared_out}
+        own = {name: tensor for name, tensor in tensors.items() if name in self._own}
+        copied = {name: tensor for name, tensor in tensors.items() if name not in self._own}
         return Carried(own, copied, {"frozen": self._frozen})
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

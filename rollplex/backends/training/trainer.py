@@ -124,7 +124,8 @@ class TrainEngine:
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
-        self._groups = {m: Group() for m in range(self.job.prompts_per_rank)}
+        self._groups = {slot: Group() for slot in range(len(self._seat.sampled))}
+        self._slots = list(range(len(self._prompts)))
         self._scores.begin()
         for role, loss in self._losses.items():
             loss.begin()
@@ -167,6 +168,7 @@ class TrainEngine:
     # ---- tasks
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
+        inputs = self._of_taken(inputs)
         match step.task:
             case "prefix":
                 self._prefix(step, inputs)
@@ -206,7 +208,7 @@ class TrainEngine:
         self._pair.copy(self._objects.pages(name, torch.uint8)[:nbytes])
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
-        return self._losses[step.role].scale(inputs)
+        return self._losses[step.role].scale(self._of_taken(inputs))
 
     def rebuild(self, step: Rebuild) -> None:
         self._replicas[self.role].rebuild(self._objects.pages(step.object, self.dtype))
@@ -214,7 +216,7 @@ class TrainEngine:
     def _prefix(self, step: Run, inputs: Mapping[str, Any]) -> None:
         attached = step.role in self.job.trained
         result = self._replicas[step.role].prefix(
-            inputs[self._scores.prompts][self._prompts[step.microbatch]],
+            self._prompt(step, inputs),
             self._boundary_slot(step.role, step.microbatch),
             attached,
             self._saved_policy(step) if attached else None,
@@ -222,14 +224,14 @@ class TrainEngine:
         self._groups[step.microbatch].boundary[step.role] = result
 
     def _suffix(self, step: Run, inputs: Mapping[str, Any]) -> None:
-        prefix = self._groups[step.microbatch].boundary.pop(step.role)
+        prefix = self._group(step).boundary.pop(step.role)
         with torch.no_grad():
             found = [self._numbers(step, prefix, prefix.kv, part) for part in self._parts(step, inputs)]
         self._scores.score(step.node, step.microbatch, torch.cat(found, dim=1))
 
     def _train(self, step: Run, inputs: Mapping[str, Any]) -> None:
         """Where the plan takes the group in parts, the loss sees all of them first, then each runs its backward."""
-        group, parts = self._groups[step.microbatch], self._parts(step, inputs)
+        group, parts = self._group(step), self._parts(step, inputs)
         prefix = group.boundary[step.role]
         kv = boundary_leaf(prefix.kv)
         with torch.set_grad_enabled(len(parts) == 1):
@@ -246,12 +248,34 @@ class TrainEngine:
             self._scores.score(step.node, step.microbatch, found.detach())
 
     def _prefix_backward(self, step: Run) -> None:
-        group = self._groups[step.microbatch]
+        group = self._group(step)
         assert group.kv_grad is not None, "a prefix backward follows its train step"
         self._replicas[step.role].prefix_backward(group.boundary.pop(step.role), group.kv_grad)
         group.kv_grad = None
 
     # ---- pieces
+
+    def _of_taken(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Once it is known which of the sampled prompts a step takes, tasks and losses see no others.
+
+        A prefix that ran before has the slot of its prompt among the sampled; one that runs behind, among the taken.
+        """
+        rollout, prompts = inputs.get(self._scores.rollout), inputs.get(self._scores.prompts)
+        if rollout is None:
+            return inputs
+        if self.job.overlapped:
+            own = rollout.taken[self._prompts.start : self._prompts.stop]
+            self._slots = (own - self._seat.sampled.start).tolist()
+        return inputs if prompts is None else {**inputs, self._scores.prompts: prompts.take(rollout.taken)}
+
+    def _prompt(self, step: Run, inputs: Mapping[str, Any]) -> Any:
+        """The prompt of a prefix: among those taken where the rollout is known, among those sampled where it is not."""
+        own = self._prompts if self._scores.rollout in inputs else self._seat.sampled
+        return inputs[self._scores.prompts][own[step.microbatch]]
+
+    def _group(self, step: Run) -> Group:
+        """The group of a task on responses: its prefix's slot holds it."""
+        return self._groups[self._slots[step.microbatch]]
 
     def _parts(self, step: Run, inputs: Mapping[str, Any]) -> list[list[Tensor]]:
         """The responses of a group, as many at a time as the plan has room for."""

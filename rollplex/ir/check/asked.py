@@ -256,8 +256,8 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
     shared = any(o.readers for o in facts.objects.values())
     if job.on_host and not shared and any(job.trainer(role).engine != "host" for role in job.trained):
         asked.append("a second copy of the weights")
-    if job.workload.rollout.kind != "full":
-        asked.append(f"{job.workload.rollout.kind} rollout")
+    if job.workload.prompts % job.engines:
+        asked.append(f"{job.workload.prompts} prompts over {job.engines} rollout engines")
     if job.workload.turns is not None:
         asked.append(f"{job.workload.turns.count} turns")
     for feature in asked:

@@ -142,11 +142,18 @@ def check_inputs(facts: Facts) -> Iterator[Violation]:
         own = forwards[step.role] if step.task == "train" else {step.node}
         if (node, step.node) not in known:
             known[node, step.node] = _makers_behind(node, args, makers, own)
-        given = set(wholes(step.inputs))
-        for name in sorted(known[node, step.node] - given):
+        needed, given = known[node, step.node] | _choice(facts, at, step), set(wholes(step.inputs))
+        for name in sorted(needed - given):
             yield Violation("missing-input", f"%{node} is made of %{name}, which is not among its inputs", at)
-        for name in sorted(given - (makers - own if step.task == "train" else known[node, step.node])):
+        for name in sorted(given - (makers - own if step.task == "train" else needed)):
             yield Violation("missing-input", f"%{node} is not made of %{name}, which is among its inputs", at)
+
+
+def _choice(facts: Facts, at: At, step: Run) -> set[str]:
+    """The responses that say which of the sampled prompts a step takes: a prefix behind them is of those alone."""
+    if facts.plan.summary.tail is None or step.task != "prefix" or not facts.past(at, ROLLOUT_COMPLETE):
+        return set()
+    return {s.node for _, s in facts.runs("generate")}
 
 
 def _makers_behind(node: str, args: dict[str, set[str]], makers: set[str], own: set[str]) -> set[str]:
