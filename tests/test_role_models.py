@@ -152,7 +152,8 @@ def test_whitening_over_the_batch_takes_the_prompts_of_all_ranks() -> None:
         return torch.randn(size, generator=random, dtype=torch.float64)
 
     lengths = torch.randint(2, 11, shape[:2], generator=random)
-    rollout = Rollout(torch.zeros(shape, dtype=torch.int64), lengths, draw(*shape))
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    rollout = Rollout(tokens, lengths, draw(*shape), torch.arange(4), torch.ones(shape, dtype=torch.int32))
     ref, score = draw(*shape), draw(4, 3)
     logp = rollout.logprobs + 0.1 * draw(*shape)
     (node,) = plan.losses["actor"].forward
