@@ -156,7 +156,7 @@ def test_parts_are_joined_in_the_order_of_prompts() -> None:
     """Two ranks with three prompts each: part m has the rows of prompts m and 3 + m."""
     parts = [torch.tensor([[m], [3 + m]]) for m in range(3)]
     assert joined(parts).tolist() == [[p] for p in range(6)]
-    rollouts = [Rollout(p[..., None], p, p[..., None].float()) for p in parts]
+    rollouts = [Rollout(p[..., None], p, p[..., None].float(), p[..., 0], p[..., None]) for p in parts]
     assert wholes_of({f"rollout[{m}]": r for m, r in enumerate(rollouts)})["rollout"].lengths[:, 0].tolist() == [
         *range(6)
     ]

@@ -42,12 +42,12 @@ class Rollout:
 
     @property
     def fields(self) -> tuple[Tensor, ...]:
+        """Every tensor, each with the prompts first."""
         return (self.tokens, self.lengths, self.logprobs, self.taken, self.versions)
 
     def rows(self, prompts: Sequence[int]) -> Rollout:
         """The responses to these prompts, in this order."""
-        at = torch.tensor(list(prompts), dtype=torch.int64)
-        return Rollout(self.tokens[at], self.lengths[at], self.logprobs[at])
+        return self.take(torch.tensor(list(prompts), dtype=torch.int64))
 
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:

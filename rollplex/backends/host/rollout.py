@@ -98,7 +98,7 @@ class Decoding:
         wanted = torch.tensor(list(prompts), dtype=torch.int64)
         while torch.isin(self._cache.prompt_of[self._cache.live], wanted).any():
             self._one_token()
-        return self._made.rollout(self._prompts).take(wanted)
+        return self._made.rollout(self._prompts).rows(prompts)
 
     @torch.no_grad()
     def first(self, count: int) -> tuple[Rollout, Rollout]:
@@ -111,10 +111,8 @@ class Decoding:
             self._one_token()
             complete += self._cache.complete(but=complete)
         taken = set(complete[:count])
-        sides = ([p for p in range(self._prompts) if (p in taken) == side] for side in (True, False))
-        every = self._made.rollout(self._prompts)
-        took, left = (every.take(torch.tensor(side, dtype=torch.int64)) for side in sides)
-        return took, left
+        every, prompts = self._made.rollout(self._prompts), range(self._prompts)
+        return every.rows([p for p in prompts if p in taken]), every.rows([p for p in prompts if p not in taken])
 
     def _one_token(self) -> None:
         """One more token of every live row."""
