@@ -160,7 +160,7 @@ def test_whitening_over_the_batch_takes_the_prompts_of_all_ranks() -> None:
     ref_node = next(n for n in plan.losses["actor"].wide_inputs if n not in ("rollout", "score"))
 
     def gradients(ranks: Groups, own: range) -> Tensor:
-        scores = Scores(plan, Seat(0, own.start // len(own), 0, own), ranks)
+        scores = Scores(plan, Seat(0, own.start // len(own), 0, own, own), ranks)
         loss = StepLoss(plan.losses["actor"], scores)
         for m, prompt in enumerate(own):
             scores.score(ref_node, m, ref[prompt : prompt + 1])
