@@ -7,6 +7,7 @@ partial       next step   0        2       4        5              0 and 2 go on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -34,6 +35,7 @@ from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run, Step
+from rollplex.runtime.carrying import keep, take_up
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import run_plan
 from rollplex.runtime.steprows import StepRows
@@ -339,3 +341,32 @@ def test_rows_are_dealt_out_by_engine_and_what_an_engine_left_stays_with_it() ->
     again = StepRows(job, 100)
     again.begin(1, rows.carried(1))
     assert again.of(1) == second
+
+
+def test_a_run_taken_up_from_a_checkpoint_goes_on_with_its_unfinished_responses(tmp_path: Path) -> None:
+    """Two steps, a checkpoint, and two more in other engines are the bits of four; the notes survive as JSON."""
+    plan = plan_of("rollplex", mode=PARTIAL)
+
+    def begun() -> InThreads:
+        run = InThreads(plan, {"reward": luck})
+        run.feed._eos = OFTEN
+        return run
+
+    def after(run: InThreads, steps: range) -> dict[str, str]:
+        for step in steps:
+            run.step(step)
+        return run.train.digests() | run.rollout.digests() | run.states[TRAIN].updates["actor"].digests()
+
+    whole = begun()
+    wanted = after(whole, range(4))
+    whole.close()
+    first, second = begun(), begun()
+    after(first, range(2))
+    assert first.rollout._unfinished is not None
+    assert first.rollout._unfinished.take() is not None
+    for process, state in first.states.items():
+        noted = json.loads(json.dumps(keep(state, first.job, tmp_path)))
+        take_up(second.states[process], second.job, tmp_path, noted)
+    first.close()
+    assert after(second, range(2, 4)) == wanted
+    second.close()
