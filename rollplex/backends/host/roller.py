@@ -28,7 +28,7 @@ from rollplex.backends.publication import Subscription
 from rollplex.backends.shard import shard_of
 from rollplex.backends.training.carrying import CarriedObjects
 from rollplex.backends.training.placement import DTYPES, config_of, split, tensors_of
-from rollplex.backends.training.refresh import REFRESH, START_S, copies
+from rollplex.backends.training.refresh import REFRESH, Copies, copies
 from rollplex.ir.job import Job
 from rollplex.ir.parts import group_of
 from rollplex.ir.placement import Seat, prompts_of_group
@@ -45,10 +45,10 @@ class RolloutEngine:
         self, plan: Plan, job: Job, seat: Seat, groups: Groups, pair: Pair, process: str, fds: Sequence[int]
     ) -> None:
         self.job = job
-        self._pair, self._copied = pair, copies(plan, job.policy, "rollout")
         self.dtype = DTYPES[job.model.dtype]
         self._owner = f"train {process.rpartition(' ')[2]}"
         self._objects = PlannedObjects(plan, "rollout", process, fds)
+        self._copies = Copies(pair, self._objects, copies(plan, job.policy, "rollout"))
         self._model = self._sharded(plan, seat, groups)
         self._seat, self._ranks = seat, groups
         self._dice = [torch.Generator() for _ in seat.sampled]
@@ -78,10 +78,7 @@ class RolloutEngine:
         self._objects.adopt(name, fds, self._owner)
 
     def ready(self) -> dict[str, Any]:
-        if self._copied:
-            self._pair.join(START_S)
-        for name, nbytes in self._copied.items():
-            self._refresh(name, nbytes)
+        self._copies.begin()
         return {"inodes": self._objects.inodes()}
 
     def trained(self) -> dict[str, TrainedState]:
@@ -116,10 +113,7 @@ class RolloutEngine:
 
     def exchange(self, step: Exchange) -> None:
         assert step.group == REFRESH, "training ranks exchange weights"
-        self._refresh(step.object, step.nbytes)
-
-    def _refresh(self, name: str, nbytes: int) -> None:
-        self._pair.copy(self._objects.pages(name, torch.uint8)[:nbytes])
+        self._copies.copy(step.object, step.nbytes)
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
         raise AssertionError("a rollout rank has no gradients")

@@ -29,7 +29,7 @@ from rollplex.backends.training.boundary import boundary_leaf
 from rollplex.backends.training.carrying import CarriedObjects
 from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
-from rollplex.backends.training.refresh import START_S, copies
+from rollplex.backends.training.refresh import Copies, copies
 from rollplex.backends.training.saved import ALIGN, SavedPolicy
 from rollplex.backends.training.shares import DP, Shares
 from rollplex.ir.decay import decays
@@ -67,11 +67,12 @@ class TrainEngine:
     ) -> None:
         self.plan = plan
         self.job = job
-        self._seat, self._prompts, self._ranks, self._pair = seat, seat.prompts, groups, pair
+        self._seat, self._prompts, self._ranks = seat, seat.prompts, groups
         self.role = job.policy
         self.dtype = DTYPES[job.model.dtype]
         self.state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._objects = PlannedObjects(plan, "train", process, fds)
+        self._copies = Copies(pair, self._objects, copies(plan, self.role, "train"))
         roles = [name for name, role in job.roles.items() if role.train or role.score]
         self._replicas = {role: make(role, self._objects) for role in roles}
         self._scores = Scores(plan, seat, groups)
@@ -103,10 +104,7 @@ class TrainEngine:
         raise AssertionError("a training rank owns what it reads")
 
     def ready(self) -> dict[str, Any]:
-        if copied := copies(self.plan, self.role, "train"):
-            self._pair.join(START_S)
-        for name, nbytes in copied.items():
-            self._refresh(name, nbytes)
+        self._copies.begin()
         return {"inodes": self._objects.inodes(), "pool_locked": self._objects.pool.locked}
 
     def trained(self) -> dict[str, TrainedState]:
@@ -192,7 +190,7 @@ class TrainEngine:
         model, cut = self._replicas[role], self._shares[role]
         match step.group, step.op:
             case "refresh", "all_gather":
-                self._refresh(step.object, step.nbytes)
+                self._copies.copy(step.object, step.nbytes)
             case "q", "all_gather":
                 model.exchange(self._ranks)
             case "dp", "all_reduce":
@@ -203,9 +201,6 @@ class TrainEngine:
                 cut.all_gather(model.weights)
             case _:
                 raise AssertionError(f"nobody plans {step}")
-
-    def _refresh(self, name: str, nbytes: int) -> None:
-        self._pair.copy(self._objects.pages(name, torch.uint8)[:nbytes])
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
         return self._losses[step.role].scale(self._of_taken(inputs))
