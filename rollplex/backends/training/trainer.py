@@ -251,10 +251,7 @@ class TrainEngine:
     # ---- pieces
 
     def _of_taken(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Once it is known which of the sampled prompts a step takes, tasks and losses see no others.
-
-        A prefix that ran before has the slot of its prompt among the sampled; one that runs behind, among the taken.
-        """
+        """Once the taken prompts are known, tasks see no others; prefixes that ran before keep their slots."""
         rollout, prompts = inputs.get(self._scores.rollout), inputs.get(self._scores.prompts)
         if rollout is None:
             return inputs
