@@ -64,17 +64,22 @@ def _spec(name: str, config: str) -> ModelSpec:
     return load_model(name) if found is None else spec_from_config(found, name, "model.config")
 
 
-def _tensor_names(facts: Facts) -> set[str]:
-    """Parameters of the job's model; none where there is no such model, which `_model` tells."""
+def _model_of(facts: Facts) -> ModelSpec | None:
+    """The job's model; None where there is no such model, which `_model` tells."""
     match facts.plan.job:
         case {"model": {"name": str(name), **rest}} if isinstance(rest.get("config"), dict | None):
             try:
-                spec = _spec(name, json.dumps(rest.get("config"), sort_keys=True))
+                return _spec(name, json.dumps(rest.get("config"), sort_keys=True))
             except JobError:
-                return set()
-            return {t.name for t in spec.tensors()}
+                return None
         case _:
-            return set()
+            return None
+
+
+def _tensor_names(facts: Facts) -> set[str]:
+    """Parameters of the job's model."""
+    spec = _model_of(facts)
+    return {t.name for t in spec.tensors()} if spec else set()
 
 
 def tensors(facts: Facts) -> Iterator[Violation]:
@@ -151,10 +156,22 @@ def _gathered(facts: Facts, c: LayoutClass) -> Iterator[Violation]:
         return
     ways = q * train.pipeline_parallel * (train.expert_parallel if c.name.startswith("expert_") else 1)
     alone = c.group == 1 and not c.receives_bytes
-    legal = c.group % max(ways, 1) == 0 if c.name == "qkv" else c.group == ways
+    wider = c.name == "qkv" and _repeats(facts, train.tensor_parallel)
+    legal = c.group in _widths(ways, train.tensor_parallel // max(q, 1)) if wider else c.group == ways
     if not (legal or alone) or (c.receives_bytes and c.group < 2):
         what = f"{c.name} is gathered over {c.group} GPUs, its shard is in pieces on {ways}"
         yield Violation("layout-exchange", what, nbytes=c.receives_bytes, where=c.name)
+
+
+def _repeats(facts: Facts, tensor_parallel: int) -> bool:
+    """Whether several ranks of the trainer have the same KV heads."""
+    spec = _model_of(facts)
+    return spec is not None and spec.kv_heads % tensor_parallel != 0
+
+
+def _widths(ways: int, times: int) -> list[int]:
+    """The shard's own pieces, or as many times of them as divide the trainer's ranks."""
+    return [ways * n for n in range(1, times + 1) if times % n == 0]
 
 
 def _spans_nodes(facts: Facts) -> bool:
