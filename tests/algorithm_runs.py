@@ -10,6 +10,7 @@ from runtime_tiny import CONFIG, luck, tiny_job
 from textbook import LOSSES, Textbook, Whole
 from torch import Tensor
 
+from rollplex.backends.data.histories import Histories
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.training.placement import config_of, views
 from rollplex.ir.job import Job
@@ -32,9 +33,12 @@ ROLES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {**ACTOR, **REFERENCE},
     "dapo": ACTOR,
     "grpo_reward_model": {**ACTOR, **REFERENCE, **JUDGE},
+    "embodied": {**ACTOR, **REFERENCE},
     "ppo": {**ACTOR, **REFERENCE, "critic": HOST},
 }
+WORKLOAD = {"group": 3, "response_tokens": 10}
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1, "clip_norm": 0.5}
+TURNS = {"count": 3, "observation_tokens": 36}
 ENDS = tuple(range(0, 264, 7))
 """Tokens that end a response here: one in seven, so that lengths differ."""
 
@@ -44,8 +48,9 @@ def job_of(name: str, **changes: Any) -> Job:
     base: dict[str, Any] = {
         "model": {"dtype": "float64"},
         "cluster": {"capacity_gib": "64 MiB"},
-        "workload": {"group": 3, "response_tokens": 10},
+        "workload": WORKLOAD,
         "optimizer": OPTIMIZER,
+        **({"workload": {**WORKLOAD, "turns": TURNS}} if name == "embodied" else {}),
         "algorithm": {"longest": 10, "cache": 4} if name == "dapo" else {},  # quarters are exact in any dtype
     }
     for key, value in changes.items():
@@ -63,19 +68,30 @@ def plan_of(name: str, **changes: Any) -> Plan:
     return _compiled(name, job_of(name, **changes).model_dump_json())
 
 
+def environment(tokens: list[int], turn: int, index: int) -> str:
+    """What is seen after a response: of another length for almost every one."""
+    return "s" * (sum(tokens) % 5) + f"{turn}{index}"
+
+
+HOSTS = {"reward": luck, "environment": environment}
+
+
 class Watched:
-    """A run in threads: after `step`, `prompts` and `rollout` are those of the step; `run.log` has its memory."""
+    """A run in threads: after `step`, `prompts`, `rollouts` and `histories` are those of the step; it checks bytes."""
 
     def __init__(self, plan: Plan, ends: tuple[int, ...] | None = ENDS) -> None:
-        self.run = InThreads(plan, {"reward": luck})
+        self.run = InThreads(plan, {name: HOSTS[name] for name in plan.hosts.values()})
         self.run.feed._eos = self.run.feed._eos if ends is None else ends
         self.prompts: Any = None
-        self.rollout: Rollout | None = None
+        self.rollouts: list[Rollout] = []
+        self.histories: list[Any] = []
 
     def step(self, iteration: int) -> None:
         self.run.step(iteration)
         values = self.run.states[TRAIN].values
-        self.prompts, self.rollout = values["prompts"], values["rollout"]
+        self.prompts = values["prompts"]
+        self.rollouts = [value for value in values.values() if isinstance(value, Rollout)]
+        self.histories = [value for value in values.values() if isinstance(value, Histories)]
 
     def textbook(self, name: str) -> Textbook:
         """A trainer that begins with the weights that this run has now."""

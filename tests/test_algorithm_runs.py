@@ -18,11 +18,12 @@ def test_three_steps_are_those_of_the_textbook(name: str) -> None:
     lengths = set[int]()
     for k in range(STEPS):
         watched.step(k)
-        assert watched.rollout is not None
-        seen = book.step(watched.prompts, watched.rollout, luck)
-        lengths |= set(watched.rollout.lengths.flatten().tolist())
-        for (p, r), old in seen.old.items():
-            assert torch.allclose(watched.rollout.logprobs[p, r, : len(old)], old, rtol=0, atol=1e-10)
+        seen = book.step(watched.prompts, watched.rollouts, watched.histories, luck)
+        for turn, rollout in enumerate(watched.rollouts):
+            lengths |= set(rollout.lengths.flatten().tolist())
+            for p, r in seen.each():
+                old = seen.old[(p, r, turn) if len(watched.rollouts) > 1 else (p, r)]
+                assert torch.allclose(rollout.logprobs[p, r, : len(old)], old, rtol=0, atol=1e-10)
         for role in watched.run.job.trained:
             assert watched.loss(role) == pytest.approx(book.losses[role], abs=1e-10)
             assert watched.norm(role) == pytest.approx(book.norms[role], abs=1e-10)

@@ -167,7 +167,7 @@ def test_whitening_over_the_batch_takes_the_prompts_of_all_ranks() -> None:
         found = [logp[p : p + 1].clone().requires_grad_() for p in own]
         for m, x in enumerate(found):
             values = {"rollout": rollout, "score": score, ref_node: scores.scored(ref_node)}
-            loss.backward(node, m, x, values)
+            loss.backward({node: x}, m, values)
         return torch.cat([x.grad for x in found if x.grad is not None])
 
     one = gradients(Groups(), range(4))

@@ -8,7 +8,7 @@ partial       next step   0        2       4        5              0 and 2 go on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -22,8 +22,8 @@ from algorithm_runs import plan_of as algorithm_plan
 from host_tiny import CONFIG, arena_model, oracle_model, text_prompt
 from runtime_threads import TRAIN, InThreads
 from runtime_tiny import luck, tiny_plan
+from textbook import Score, Textbook, Whole
 from textbook import Step as Book
-from textbook import Textbook, Whole
 from torch import Tensor
 
 from rollplex.backends.data.rollout import Rollout
@@ -198,11 +198,12 @@ def partial(schedule: str) -> Continued:
 class Recorded(Textbook):
     """A textbook trainer whose ratios are to the log-probabilities that rollout has recorded."""
 
-    def _seen(self, prompts: Any, rollout: Any, score: Callable[[list[int]], float]) -> Book:
+    def _seen(self, prompts: Any, rollouts: list[Any], histories: list[Any], score: Score) -> Book:
+        (rollout,) = rollouts
         lengths = rollout.lengths
         every = [(p, r) for p in range(len(prompts)) for r in range(lengths.shape[1])]
         old = {(p, r): rollout.logprobs[p, r, : lengths[p, r]].clone() for p, r in every}
-        return replace(super()._seen(prompts, rollout, score), old=old)
+        return replace(super()._seen(prompts, rollouts, histories, score), old=old)
 
 
 class Continued:
@@ -226,10 +227,10 @@ class Continued:
         self.weights.append(Whole(config_of(watched.run.job, "actor"), watched.weights("actor")))
         self.rows.append(watched.run.feed._order.of(step))
         watched.step(step)
-        assert watched.rollout is not None
-        prompts = watched.prompts.take(watched.rollout.taken)
-        self.steps.append((prompts, watched.rollout))
-        book.step(prompts, watched.rollout, luck)
+        (rollout,) = watched.rollouts
+        prompts = watched.prompts.take(rollout.taken)
+        self.steps.append((prompts, rollout))
+        book.step(prompts, [rollout], [], luck)
         now, wanted = watched.weights("actor"), book.models["actor"].parameters
         furthest = max((now[n] - p).abs().max().item() for n, p in wanted.items())
         self.found.append((furthest, watched.loss("actor") - book.losses["actor"]))
@@ -265,7 +266,7 @@ def test_a_token_keeps_the_log_probability_under_the_weights_that_sampled_it() -
         assert (versions.diff() >= 0).all()
         for version in versions.unique().tolist():
             with torch.no_grad():
-                wanted = found.weights[version - 1].logprobs(prompt, tokens)
+                wanted = found.weights[version - 1].of(prompt, tokens)
             assert (wanted - logprobs)[versions == version].abs().max() < (1e-10 if version == step + 1 else 1e-6)
         mixed += len(versions.unique()) > 1
     assert mixed > 2

@@ -21,8 +21,9 @@ from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.hf.precision import keep_double
 from rollplex.ir.job import Job
 
-Tokens = dict[tuple[int, int], Tensor]
-"""By prompt and response: a number for each token of the response."""
+Score = Callable[[list[int]], float]
+Tokens = dict[tuple[int, ...], Tensor]
+"""By prompt and response, and by turn where there are several: a number for each token of the response."""
 
 
 class Whole:
@@ -40,26 +41,32 @@ class Whole:
                 parameter.copy_(weights[name])
 
     def hidden(self, prompt: Prompt, response: Tensor) -> Tensor:
-        """[prompt + response, hidden]."""
+        """[prompt + response, hidden]; a sampled token is text, even where it is that of a video's patch."""
         ids = torch.cat([prompt.input_ids, response])
         more = torch.arange(prompt.next_position, prompt.next_position + len(response)).expand(3, -1)
-        seen: dict[str, Any] = {}
+        embedded = self.model.model.language_model.embed_tokens(ids)
         if prompt.pixel_values is not None:
-            seen = {"pixel_values_videos": prompt.pixel_values.double(), "video_grid_thw": prompt.grid_thw}
-        return self.model.model(
-            input_ids=ids[None], position_ids=torch.cat([prompt.position_ids, more], dim=1)[:, None],
-            use_cache=False, **seen,
+            seen = self.model.model.get_video_features(prompt.pixel_values.double(), prompt.grid_thw).pooler_output
+            patches = (torch.arange(len(ids)) < len(prompt.input_ids)) & (ids == self.model.config.video_token_id)
+            embedded = embedded.masked_scatter(patches[:, None], torch.cat(seen))
+        return self.model.model.language_model(
+            inputs_embeds=embedded[None], position_ids=torch.cat([prompt.position_ids, more], dim=1)[:, None],
+            use_cache=False,
         ).last_hidden_state[0]  # fmt: skip
 
-    def logprobs(self, prompt: Prompt, response: Tensor) -> Tensor:
-        logits = self.model.lm_head(self.hidden(prompt, response)[len(prompt.input_ids) - 1 : -1])
+    def of(self, prompt: Prompt, response: Tensor) -> Tensor:
+        """Log-probabilities of a response right behind a prompt."""
+        return self.logprobs(self.hidden(prompt, response)[len(prompt.input_ids) - 1 :], response)
+
+    def logprobs(self, hidden: Tensor, response: Tensor) -> Tensor:
+        logits = self.model.lm_head(hidden[:-1])
         return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
 
-    def values(self, prompt: Prompt, response: Tensor) -> Tensor:
-        return self.score(self.hidden(prompt, response)[len(prompt.input_ids) - 1 : -1])[:, 0]
+    def values(self, hidden: Tensor, response: Tensor) -> Tensor:
+        return self.score(hidden[:-1])[:, 0]
 
-    def rating(self, prompt: Prompt, response: Tensor) -> Tensor:
-        return self.score(self.hidden(prompt, response)[-1])[0]
+    def rating(self, hidden: Tensor, response: Tensor) -> Tensor:
+        return self.score(hidden[-1])[0]
 
 
 @dataclass
@@ -152,6 +159,16 @@ def dapo(step: Step) -> dict[str, Tensor]:
     return {"actor": _mean(terms)}
 
 
+def embodied(step: Step) -> dict[str, Tensor]:
+    """GRPO's terms over the response tokens of all turns; one advantage a trajectory."""
+    advantage, terms = step.group_advantage(step.score), []
+    for at in step.logp:
+        policy = _clipped((step.logp[at] - step.old[at]).exp(), advantage[at[:2]], 0.2, 0.2)
+        delta = step.ref[at] - step.logp[at]
+        terms.append(-policy + 0.04 * (delta.exp() - delta - 1))
+    return {"actor": _mean(terms)}
+
+
 def ppo(step: Step) -> dict[str, Tensor]:
     gamma, lam, policy, value = step.setting("gamma", 1.0), step.setting("lam", 0.95), [], []
     for p, r in step.each():
@@ -168,7 +185,7 @@ def ppo(step: Step) -> dict[str, Tensor]:
 
 
 LOSSES: dict[str, Callable[[Step], dict[str, Tensor]]] = {
-    f.__name__: f for f in (grpo, gspo, rloo, reinforce_pp, dapo, ppo)
+    f.__name__: f for f in (grpo, gspo, rloo, reinforce_pp, dapo, embodied, ppo)
 }
 
 
@@ -192,9 +209,9 @@ class Textbook:
             for role in self.job.trained
         }
 
-    def step(self, prompts: Any, rollout: Any, score: Callable[[list[int]], float]) -> Step:
+    def step(self, prompts: Any, rollouts: list[Any], histories: list[Any], score: Score) -> Step:
         """One step on what was sampled; `losses`, `norms` and `gradients` are then those of this step."""
-        seen = self._seen(prompts, rollout, score)
+        seen = self._seen(prompts, rollouts, histories, score)
         found = self.loss(seen)
         for role, optimizer in self.optimizers.items():
             optimizer.zero_grad()
@@ -207,16 +224,25 @@ class Textbook:
             optimizer.step()
         return seen
 
-    def _seen(self, prompts: Any, rollout: Any, score: Callable[[list[int]], float]) -> Step:
-        every = {(p, r): x for p in range(len(prompts)) for r, x in enumerate(rollout.responses(p))}
-        calls = {"critic": Whole.values, "judge": Whole.rating}
-        said = {
-            role: {(p, r): calls.get(role, Whole.logprobs)(model, prompts[p], x) for (p, r), x in every.items()}
-            for role, model in self.models.items()
-        }
-        rated = said.get("judge") or {
-            at: torch.tensor(score(x.tolist()), dtype=torch.float64) for at, x in every.items()
-        }
-        shape = (len(prompts), self.job.group)
+    def _seen(self, prompts: Any, rollouts: list[Any], histories: list[Any], score: Score) -> Step:
+        said: dict[str, Tokens] = {role: {} for role in self.models}
+        ruled: Tokens = {}
+        for p, prompt in enumerate(prompts):
+            for r in range(self.job.group):
+                responses = [rollout.responses(p)[r] for rollout in rollouts]
+                before = [prompt.input_ids, *(h[p][r].input_ids for h in histories)]
+                whole = torch.cat([before[-1], responses[-1]])
+                for role, model in self.models.items():
+                    hidden = model.hidden(prompt, whole[len(prompt.input_ids) :])
+                    for t, (start, response) in enumerate(zip(map(len, before), responses, strict=True)):
+                        of = hidden[start - 1 : start + len(response)]
+                        said[role][p, r, t] = SAYS.get(role, Whole.logprobs)(model, of, response)
+                ruled[p, r, 0] = torch.tensor(score(responses[-1].tolist()), dtype=torch.float64)
+        if len(rollouts) == 1:
+            said = {role: {at[:2]: x for at, x in found.items()} for role, found in said.items()}
+        shape, rated = (len(prompts), self.job.group), said.get("judge", ruled)
         old = {at: x.detach().clone() for at, x in said["actor"].items()}
         return Step(self.job, *shape, old, said, torch.stack([x.detach() for x in rated.values()]).view(shape))
+
+
+SAYS: dict[str, Callable[..., Tensor]] = {"critic": Whole.values, "judge": Whole.rating}

@@ -26,7 +26,7 @@ JOBS: dict[str, str] = {
     "critic_free_7b_h800x8": "rloo", "dapo_32b_h800x32": "dapo", "embodied_7b_h800x8": "embodied",
     "gspo_30b_a3b_h800x16": "gspo", "ppo_32b_h800x32": "ppo", "reward_model_32b_h800x8": "grpo_reward_model",
     "critic_free_host": "reinforce_pp", "dapo_host": "dapo", "gspo_host": "gspo", "ppo_host": "ppo",
-    "reward_model_host": "grpo_reward_model",
+    "reward_model_host": "grpo_reward_model", "embodied_host": "embodied",
 }  # fmt: skip
 """Example jobs, and the algorithm that each is for."""
 INTERESTING: tuple[Any, ...] = (

@@ -1,4 +1,4 @@
-"""The reward of the shapes example: a rule, no model."""
+"""The reward of the shapes example, a rule, no model; and what an environment says between turns."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def exact_answer(question: str, answer: str, response: str, row: Mapping[str, An
     """1 when the response states exactly one answer in tags and it is the right one, else 0."""
     stated = ANSWER.findall(response)
     return float(len(stated) == 1 and stated[0].strip().lower() == answer.lower())
+
+
+def hint(question: str, answer: str, response: str, row: Mapping[str, Any], turn: int) -> str:
+    """The next message to the model: right or wrong after each turn, and how the answer begins after the second."""
+    if exact_answer(question, answer, response, row):
+        return "Right. Say it again."
+    return "Wrong." if turn == 1 else f"Wrong. It begins with {answer[0]}."

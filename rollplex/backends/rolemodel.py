@@ -44,8 +44,11 @@ class RoleModel(Protocol):
         """(layers, 2 for K and V, KV heads of this rank, prefix_tokens, head_dim)."""
         ...
 
-    def prefix(self, prompt: Any, slot: Tensor, attached: bool, saved: Any) -> Prefix:
-        """Keys and values of all but the last prompt token, into `slot`; OutOfMemory when it is too small."""
+    def prefix(self, prompt: Any, slot: Tensor, attached: bool, saved: Any, before: Sequence[Tensor]) -> Prefix:
+        """Keys and values of all but the last prompt token, into `slot`; OutOfMemory when it is too small.
+
+        Of a later turn's history `before` are the pieces made of its beginning: only what is behind them is run.
+        """
         ...
 
     def logprobs(

@@ -27,3 +27,8 @@ class Trajectories(Strict):
     pieces: dict[str, tuple[str, ...]] = Field(
         description="role -> the pieces of its boundary by turn; a turn's work reads its own and all before"
     )
+
+
+def turned(name: str, turn: int) -> str:
+    """A name of the first turn, as a later turn has it: `P1 decode.2`, `actor.boundary.2`."""
+    return name if turn == 1 else f"{name}.{turn}"

@@ -34,9 +34,9 @@ def turn_rules(job: Job) -> Iterator[Finding]:
             if section and is_so(section.engine, "whole_sequences"):
                 what = f"engine {section.engine} runs whole sequences: no turn can go on from the boundary of another"
                 yield Finding(("roles", name, work, "engine"), what, "engine: megatron, or no turns", (_TURNS,))
-    if job.on_host:
-        what = "host engines have no turns: their prefixes do not go on from another boundary"
-        yield Finding(_TURNS, what, "a GPU, to be planned; or no turns", (("cluster", "gpu"),))
+    if job.on_host and job.workload.turns.frames:
+        what = "the host engine reads observations of text: images and videos are in prompts alone"
+        yield Finding((*_TURNS, "frames"), what, "frames: 0", (("cluster", "gpu"),))
 
 
 def seen_rules(job: Job) -> Iterator[Finding]:

@@ -30,8 +30,8 @@ def not_executable(module: Module) -> tuple[str, ...]:
         found.append("partial rollout: no host function sees which responses are complete")
     if job.workload.prompts % job.engines:
         found.append(f"{job.workload.prompts} prompts over {job.engines} rollout engines: each hands over as many")
-    if job.workload.turns is not None:
-        found.append(f"{job.workload.turn_count} turns: backends sample every prompt once a step")
+    if job.workload.turns is not None and engines != {"host"}:
+        found.append(f"{job.workload.turn_count} turns: the host engine alone goes on from another turn")
     return (*found, *_of_roles(job), *_of_calls(module[Schedule]))
 
 

@@ -29,6 +29,7 @@ from rollplex.ir.errors import GraphError
 from rollplex.ir.job_schema import OVERLAPPED
 from rollplex.ir.loss import couples_step
 from rollplex.ir.module import Module
+from rollplex.ir.planned_turns import turned
 from rollplex.passes.calls import SCORING, Call, CallKind, check_calls, in_order, inputs_of, model_calls
 from rollplex.passes.prefix_split import Split
 
@@ -160,11 +161,6 @@ def windows_of(
     rest = {w.turn: [_prefix(c, "P1") for c in prefixes if c.turn == w.turn] for w in decode[1:]}
     turns = [w for last in decode for w in [*(first | rest)[last.turn], last]]
     return [*turns, *(_work(c, "P2") for c in once if c not in early), *_updates(calls)]
-
-
-def turned(name: str, turn: int) -> str:
-    """A name of the first turn, as a later turn has it: `P1 decode.2`, `actor.boundary.2`."""
-    return name if turn == 1 else f"{name}.{turn}"
 
 
 def _in_p1(call: Call) -> bool:

@@ -142,8 +142,8 @@ class HostCalls:
 
     def _failure(self, call: Call, err: Exception | SystemExit) -> RunError:
         if isinstance(err, Unusable):
-            hint = "a host function returns one number for one response"
-            return RunError(f"`{self.name}` returned {err}", where=call.row, hint=hint)
+            what, hint = err.args
+            return RunError(f"`{self.name}` returned {what}", where=call.row, hint=hint)
         again = f"call `{self.name}` on this row by itself to see it again, or set run.reward_failure to a score"
         return RunError(
             f"`{self.name}` raised {type(err).__name__}: {err}", where=call.row, hint=f"{_raised_at(err)}; {again}"
@@ -157,8 +157,15 @@ def score(result: Any) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if not abs(number) < float("inf"):
-        raise Unusable(f"{result!r}, not a finite number")
+        raise Unusable(f"{result!r}, not a finite number", "a host function returns one number for one response")
     return number
+
+
+def message(result: Any) -> str:
+    """A result as the next message to the model; Unusable for what is no text."""
+    if not isinstance(result, str):
+        raise Unusable(f"{result!r}, not a text", "an environment returns the next message to the model")
+    return result
 
 
 def _raised_at(err: BaseException) -> str:

@@ -2,10 +2,12 @@
 
 load    rows of the step (steprows.py) -> decoded, tokenized prompts
 host    reward(question, answer, response, row), once for every response -> scores [prompt, group]
+        environment(response, history, row, ..), likewise -> what is seen then, the histories of the next turn
 
 A host function takes, by name, what it wants of: question, answer (of the row), response (its text), row (the whole
-JSONL object), tokens (ids), index (of the response in its group). It returns one number. What it means when it does not
-is `run.reward_failure`.
+JSONL object), tokens (ids), index (of the response in its group), turn (1, 2, ..), history (the text before the
+response). It returns one number; what it means when it does not is `run.reward_failure`. An environment returns the
+text of the next message to the model; where it does not, the run stops.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor
 from rollplex.backends.carried import Carried
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.encode import PromptMaker
+from rollplex.backends.data.histories import Histories, extended
 from rollplex.backends.data.parts import wholes_of
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.data.rollout import Rollout
@@ -35,13 +38,13 @@ from rollplex.ir.errors import DataError, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.parts import group_of, whole
 from rollplex.ir.placement import prompts_of_group
-from rollplex.ir.plan import Plan
+from rollplex.ir.plan import Plan, references
 from rollplex.ir.steps import Run
 from rollplex.runtime.background import Later
-from rollplex.runtime.calls import Call, HostCalls, Limits, score
+from rollplex.runtime.calls import Call, HostCalls, Limits, message, score
 from rollplex.runtime.steprows import StepRows
 
-OFFERS = ("question", "answer", "response", "row", "tokens", "index")
+OFFERS = ("question", "answer", "response", "row", "tokens", "index", "turn", "history")
 
 
 class Feed:
@@ -65,7 +68,8 @@ class Feed:
         self._host_calls = {name: HostCalls(function, name, limits) for name, function in hosts.items()}
         self._order = StepRows(job, len(rows))
         self._eos = end_tokens(maker.tokenizer)
-        self._rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
+        self._records = {record.name: record for record in plan.graph if record.op in ("rx.host", "rx.generate")}
+        self._sampled = [record.name for record in plan.graph if record.op == "rx.generate"]
         self._iteration = -1
         self._ahead: Later[PromptBatch] | None = None
 
@@ -78,6 +82,8 @@ class Feed:
         match step.task:
             case "load":
                 return dict.fromkeys(step.outputs, self._load())
+            case "host" if self._records[step.node].kwargs.get("returns") == "history":
+                return dict.fromkeys(step.outputs, self._observe(step.node, inputs))
             case "host":
                 return dict.fromkeys(step.outputs, self._host(step, inputs))
             case _:
@@ -142,7 +148,7 @@ class Feed:
         """Scores [prompts, group] of all responses, or of those to one group of every data-parallel rank."""
         name, (made,), failure = self.plan.hosts[step.node], step.outputs, self.job.run.reward_failure
         prompts = self._prompts(group_of(made))
-        calls = list(self._calls(name, inputs))
+        calls = list(self._calls(step.node, inputs))
         found = self._host_calls[name].each(calls, score)
         numbers = [number if number is not None else float(failure) for number in found.results]
         if failure != "stop":
@@ -154,7 +160,7 @@ class Feed:
         self._scores[made] = scores
         if group_of(made) in (None, self.job.prompts_per_rank - 1):
             self.metrics[name] = float(wholes_of(self._scores)[whole(made)].mean())
-            self._order.took(self._iteration, self._responses(inputs).taken.tolist())
+            self._order.took(self._iteration, self._responses(step.node, inputs).taken.tolist())
             self._load_ahead()
         return scores
 
@@ -162,21 +168,63 @@ class Feed:
         """The prompts of the step that a host function judges: all, or those of one group."""
         return range(self.job.workload.prompts) if group is None else prompts_of_group(self.job, group)
 
-    def _responses(self, inputs: Mapping[str, Any]) -> Rollout:
-        """The responses that a host function judges: all of the step's, or those of one group."""
-        return next(value for name, value in inputs.items() if whole(name) == self._rollout)
+    def _observe(self, node: str, inputs: Mapping[str, Any]) -> Histories:
+        """What every trajectory's next response follows: its history, its response, and what is seen then."""
+        name, (_, rollout) = self.plan.hosts[node], self._arguments(node)
+        calls = list(self._calls(node, inputs))
+        limits = Limits(self.job.run.reward_timeout_s, self.job.run.reward_workers, "stop")
+        said = HostCalls(self.hosts[name], name, limits).each(calls, message).results
+        seen = iter(zip(calls, said, strict=True))
+        found = []
+        for p in range(self.job.workload.prompts):
+            group = zip(self._histories(node, inputs, p), inputs[rollout].responses(p), strict=True)
+            found.append(tuple(self._extended(h, response, *next(seen)) for h, response in group))
+        return Histories(tuple(found), self._eos)
 
-    def _calls(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Call]:
+    def _extended(self, history: Prompt, response: Tensor, call: Call, seen: str | None) -> Prompt:
+        assert isinstance(seen, str), "a run stops where an environment says nothing"
+        tokens, load = self.maker.message(seen, ended=int(response[-1]) in self._eos), self.job.workload
+        most = load.new_tokens - load.response_tokens
+        if len(tokens) > most:
+            raise DataError(
+                f"the observation has {len(tokens)} tokens, the plan allows {most}",
+                where=call.row,
+                hint="raise workload.turns.observation_tokens, or let the environment say less",
+            )
+        return extended(history, response, tokens)
+
+    def _turn(self, sampled: str) -> int:
+        return self._sampled.index(sampled) + 1
+
+    def _arguments(self, node: str) -> tuple[str, str]:
+        """The history and the responses that a host function is called with."""
+        rollout = next(n for n in reversed(self._sampled) if n in references(self._records[node].args))
+        return next(references(self._records[rollout].args)), rollout
+
+    def _histories(self, node: str, inputs: Mapping[str, Any], prompt: int) -> Sequence[Prompt]:
+        """What each response of a prompt follows."""
+        found = inputs[self._arguments(node)[0]][prompt]
+        return found if isinstance(found, tuple) else [found] * self.job.group
+
+    def _responses(self, node: str, inputs: Mapping[str, Any]) -> Rollout:
+        """The responses that a host function judges: all of the step's, or those of one group."""
+        sampled = self._arguments(node)[1]
+        return next(value for name, value in inputs.items() if whole(name) == sampled)
+
+    def _calls(self, node: str, inputs: Mapping[str, Any]) -> Iterator[Call]:
         """One call a response, with those of `OFFERS` that the function takes."""
-        rollout = self._responses(inputs)
+        name, rollout, turn = self.plan.hosts[node], self._responses(node, inputs), self._turn(self._arguments(node)[1])
         wanted, rows = parameters_of(self.hosts[name], name), self.rows_of(self._iteration)
         for at, number in enumerate(rollout.taken.tolist()):
             row = rows[number]
             for i, tokens in enumerate(rollout.responses(at)):
                 text = response_text(self.maker.tokenizer, tokens.tolist())
                 offered = {"question": row.question, "answer": row.answer, "response": text, "row": row_data(row)}
-                offered |= {"tokens": tokens.tolist(), "index": i}
-                yield Call(f"{row.id}, response {i}", {k: v for k, v in offered.items() if k in wanted})
+                offered |= {"tokens": tokens.tolist(), "index": i, "turn": turn}
+                if "history" in wanted:
+                    offered["history"] = self.maker.text_of(self._histories(node, inputs, number)[i])
+                of = f", turn {turn}" if len(self._sampled) > 1 else ""
+                yield Call(f"{row.id}, response {i}{of}", {k: v for k, v in offered.items() if k in wanted})
 
 
 def row_data(row: Row) -> dict[str, Any]:

@@ -119,9 +119,10 @@ def _line(iteration: int, metrics: Mapping[str, float]) -> str:
 
 
 def watched(plan: Plan) -> str:
-    """The metric that a run is watched by: its first host function's, else that of the first role that scores."""
+    """The metric that a run is watched by: that of its first host function that scores, else of the first such role."""
     judges = (str(r.args[0]) for r in plan.graph if r.op == "rx.suffix" and r.kwargs.get("head") == "score")
-    return next(iter(plan.hosts.values()), next(judges, ""))
+    scoring = (r for r in plan.graph if r.name in plan.hosts and r.kwargs.get("returns", "scores") == "scores")
+    return next((plan.hosts[r.name] for r in scoring), next(judges, ""))
 
 
 def draw_curve(rewards: Sequence[float], path: Path, name: str = "reward") -> bool:

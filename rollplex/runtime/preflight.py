@@ -91,8 +91,8 @@ def check_hosts(plan: Plan, hosts: Mapping[str, HOST_FUNCTION]) -> None:
             problems.append(Problem(f"no function for `{name}`", plan.algorithm, hint))
             continue
         returns = records[node].kwargs.get("returns", "scores")
-        if returns != "scores":
-            what = f"`{name}` returns {returns}; backend host runs host functions that return scores"
+        if returns not in ("scores", "history"):
+            what = f"`{name}` returns {returns}; backend host runs host functions that return scores, and environments"
             problems.append(Problem(what, records[node].loc))
         parameters_of(hosts[name], name)
     if problems:

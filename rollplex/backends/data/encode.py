@@ -57,6 +57,30 @@ class PromptMaker:
         pad = PADS.get(modality, "")
         return text.replace(pad, pad * vision_tokens) if pad else text
 
+    def message(self, text: str, ended: bool) -> Tensor:
+        """Token ids of a user's next message behind a response, up to where the model answers.
+
+        They end the response, unless it has ended itself.
+        """
+        first: list[dict[str, str]] = [{"role": "user", "content": "?"}]
+        said = self._rendered(first) + "!"
+        whole = self._rendered([*first, {"role": "assistant", "content": "!"}, {"role": "user", "content": text}])
+        if not whole.startswith(said):
+            raise JobError(
+                "the chat template does not append messages: what comes first changes with what follows",
+                where="tokenizer",
+                hint="take a template in which a conversation begins with its own beginning",
+            )
+        ids = self.tokenizer.encode(whole[len(said) :], add_special_tokens=False)
+        return torch.tensor(ids[1:] if ended else ids)
+
+    def text_of(self, prompt: Prompt) -> str:
+        """What a prompt or history says, special tokens included."""
+        return str(self.tokenizer.decode(prompt.input_ids.tolist()))
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
     def _media(self, row: Row) -> tuple[Modality, Clip | None]:
         if row.video is not None:
             return "video", self._decode_video(row.video, self.spec.frames)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollplex.backends.facts import Block
 from rollplex.backends.ordering import stacked
@@ -38,25 +38,33 @@ class HostFacts:
         return stacked(spec, fused, tp, rank)
 
     def prefix_saved_bytes(self, work: Work) -> int:
-        """Saved tensors of one attached prefix."""
-        return sizes.prefix_saved_bytes(work)
+        """Saved tensors of one attached prefix, in a later turn of all trajectories of a group."""
+        return work.sequences * sizes.prefix_saved_bytes(one_trajectory(work))
 
     def prefix_workspace_bytes(self, work: Work, attached: bool) -> int:
         """Temporaries of one prefix forward."""
-        return sizes.prefix_workspace_bytes(work, attached)
+        return sizes.prefix_workspace_bytes(one_trajectory(work), attached)
 
     def score_workspace_bytes(self, work: Work) -> int:
         """Temporaries of one suffix forward."""
-        return sizes.score_workspace_bytes(work)
+        return sizes.score_workspace_bytes(one_trajectory(work))
 
     def train_activation_bytes(self, work: Work) -> int:
         """Suffix step, and prefix backward with everything made again: their sum, more than either needs."""
-        return sizes.suffix_train_bytes(work) + sizes.prefix_backward_bytes(work)
+        one = one_trajectory(work)
+        return sizes.suffix_train_bytes(one) + sizes.prefix_backward_bytes(one) + sizes.pieces_bytes(work)
 
     def full_activation_bytes(self, work: Work) -> int:
         """Working memory of any task on one prompt and its response, where nothing is saved between tasks."""
         forward = max(sizes.prefix_workspace_bytes(work, attached=True), sizes.score_workspace_bytes(work))
         return max(forward, sizes.suffix_train_bytes(work), sizes.prefix_backward_bytes(work))
+
+
+def one_trajectory(work: Work) -> Work:
+    """The work of a later turn as the host engine does it: one trajectory after the other, with its one response."""
+    if work.turn == 1:
+        return work
+    return replace(work, sequences=1, responses=1, patches=work.patches // work.sequences)
 
 
 FACTS = HostFacts()

@@ -8,7 +8,7 @@ prefix_backward(result, kv_grads)                                     language p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,13 +35,22 @@ def boundary_shape(config: Mapping[str, Any], prefix_tokens: int, tp: int = 1) -
 
 
 def run_prefix(
-    model: HostModel, prompt: Prompt, slot: Tensor, *, attached: bool, saved: SavedPolicy | None = None
+    model: HostModel,
+    prompt: Prompt,
+    slot: Tensor,
+    *,
+    attached: bool,
+    saved: SavedPolicy | None = None,
+    before: Sequence[Tensor] = (),
 ) -> PrefixResult:
     """Run prompt[:-1] and write every layer's keys and values into `slot` (boundary_shape, possibly longer).
 
+    Of a history, what lies behind the pieces `before` is run alone.
+
     Raises OutOfMemory when the prompt is longer than the slot or its saved state larger than the policy's pool.
     """
-    return materialise(model, prompt, slot, partial(_forward, model, prompt), attached=attached, saved=saved)
+    forward = partial(_forward, model, prompt)
+    return materialise(model, prompt, slot, forward, attached=attached, saved=saved, before=before)
 
 
 def embed_prompt(model: HostModel, prompt: Prompt, tokens: int) -> Tensor:
@@ -73,8 +82,11 @@ def _forward(model: HostModel, prompt: Prompt, capture: Capture, recompute: bool
 def _run_layers(model: HostModel, prompt: Prompt, capture: Capture) -> None:
     """Language layers over the prefix; of the last layer only keys and values are needed, so the rest is not run."""
     language = model.model.language_model
-    hidden = embed_prompt(model, prompt, prompt.prefix_tokens)
-    rotary = language.rotary_emb(hidden, prompt.position_ids[:, None, : prompt.prefix_tokens])
+    if capture.start:
+        hidden = language.embed_tokens(prompt.input_ids[None, capture.start : prompt.prefix_tokens])
+    else:
+        hidden = embed_prompt(model, prompt, prompt.prefix_tokens)
+    rotary = language.rotary_emb(hidden, prompt.position_ids[:, None, capture.start : prompt.prefix_tokens])
     *layers, last = language.layers
     for layer in layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=capture)

@@ -65,19 +65,22 @@ class Replica:
     def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
         return boundary_shape(config_of(self.job, self.role), prefix_tokens)
 
-    def prefix(self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None) -> PrefixResult:
-        return run_prefix(self.model, prompt, slot, attached=attached, saved=saved)
+    def prefix(
+        self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None, before: Sequence[Tensor]
+    ) -> PrefixResult:
+        return run_prefix(self.model, prompt, slot, attached=attached, saved=saved, before=before)
 
     def logprobs(
         self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], temperature: float, recompute: bool
     ) -> Tensor:
-        return suffix_logprobs(self.model, kv, prefix.prompt, responses, temperature, recompute=recompute)
+        model, prompt, before = self.model, prefix.prompt, prefix.before
+        return suffix_logprobs(model, kv, prompt, responses, temperature, recompute=recompute, before=before)
 
     def values(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
-        return suffix_values(self.model, kv, prefix.prompt, responses, recompute=recompute)
+        return suffix_values(self.model, kv, prefix.prompt, responses, recompute=recompute, before=prefix.before)
 
     def scores(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
-        return suffix_scores(self.model, kv, prefix.prompt, responses, recompute=recompute)
+        return suffix_scores(self.model, kv, prefix.prompt, responses, recompute=recompute, before=prefix.before)
 
     def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor) -> None:
         prefix_backward(prefix, kv_grads)

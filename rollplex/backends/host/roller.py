@@ -15,6 +15,7 @@ from torch import Tensor
 from rollplex.backends.carried import Carried
 from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.data.batch import PromptBatch
+from rollplex.backends.data.histories import Histories
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
@@ -22,6 +23,7 @@ from rollplex.backends.facts import load_facts
 from rollplex.backends.hf.model import HostModel
 from rollplex.backends.host.rollout import Decoding
 from rollplex.backends.host.sharded import sharded_model
+from rollplex.backends.host.trajectories import Sampling, Trajectories, rows_of
 from rollplex.backends.host.unfinished import Unfinished
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.publication import Subscription
@@ -57,10 +59,11 @@ class RolloutEngine:
         self._carried = CarriedObjects(job, self._objects)
         self._unfinished = self._room_for_unfinished()
         self._version = 0
+        self._trajectories: Trajectories | None = None
         self._sampled: str = ""
         self._begun = 0
         self._published: Subscription | None = None
-        self._metrics: dict[str, float] = {}
+        self._done: list[tuple[int, int, int, float]] = []
         self._objects.start()
 
     @property
@@ -94,6 +97,8 @@ class RolloutEngine:
         for die, prompt in zip(self._dice, self._seat.sampled, strict=True):
             die.manual_seed(_mixed(_mixed(self.job.run.seed, iteration), prompt))
         self._version = iteration + 1
+        self._trajectories = None
+        self._done.clear()
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
@@ -102,6 +107,10 @@ class RolloutEngine:
         started = time.monotonic()
         # A copy of its own has no other writer: this rank enters the exchange that refreshes it.
         with self._published.readable(self._begun - 1) if self._published else nullcontext():
+            if self.job.workload.turns is not None:
+                rollout = self._turn(prompts.of(self._seat.prompts))
+                self._note(rollout, time.monotonic() - started)
+                return {made: self._sent(rollout)}
             if self._decoding is None:
                 self._decoding, self._seconds = self._begin(prompts.of(self._seat.sampled)), 0.0
             rollout = self._awaited(self._decoding, group_of(made))
@@ -124,7 +133,7 @@ class RolloutEngine:
     def finish(self) -> EngineReport:
         events, marks = self._objects.take_log()
         self._objects.measuring = False
-        return EngineReport(self._metrics, events=tuple(events), marks=tuple(marks))
+        return EngineReport(self._metrics(), events=tuple(events), marks=tuple(marks))
 
     def carried(self) -> Carried:
         found = self._carried.carried()
@@ -196,24 +205,37 @@ class RolloutEngine:
             version=self._version,
         )
 
+    def _turn(self, prompts: PromptBatch | Histories) -> Rollout:
+        """A turn of all trajectories: of the prompts, or of the histories that go on from the turn before."""
+        job = self.job
+        if isinstance(prompts, Histories):
+            assert self._trajectories is not None, "a history follows the prompts of its step"
+            return self._trajectories.turn(rows_of(prompts), self._dice, self._version)
+        kv, every, load = self._objects.pages(KV, self.dtype), prompts.prompts, job.workload
+        sampling = Sampling(job.group, load.response_tokens, job.run.temperature, prompts.eos)
+        own = load.trajectory_tokens - load.prompt_tokens
+        self._trajectories = Trajectories.begin(self._model, every, sampling, own, kv, job.rollout_tp)
+        return self._trajectories.turn([p for p in every for _ in range(job.group)], self._dice, self._version)
+
     def _sent(self, rollout: Rollout) -> Rollout:
         losses = torch.float64 if self.dtype == torch.float64 else torch.float32
         return replace(rollout, logprobs=rollout.logprobs.to(losses), taken=rollout.taken + self._seat.sampled.start)
 
     def _note(self, sampled: Rollout, seconds: float) -> None:
-        """Metrics and digest of all responses of the step, whether or not they left group by group."""
+        """Metrics and digest of all responses of a turn, whether or not they left group by group."""
         rollout = self._sent(sampled)
-        tokens, older = int(rollout.lengths.sum()), rollout.versions[rollout.mask] < self._version
-        self._metrics = {
-            "response_tokens": tokens / rollout.lengths.numel(),
-            "rollout_tokens_per_s": tokens / max(seconds, 1e-9),
-        }
-        if self._unfinished:
-            self._metrics["older_tokens"] = float(older.double().mean())  # the share that other weights sampled
+        older = rollout.versions[rollout.mask] < self._version
+        self._done.append((int(rollout.lengths.sum()), int(older.sum()), rollout.lengths.numel(), seconds))
         state = torch.tensor(list(self._sampled.encode()), dtype=torch.uint8)
         self._sampled = digest(
             state, rollout.tokens, rollout.lengths, rollout.logprobs, rollout.taken, rollout.versions
         )
+
+    def _metrics(self) -> dict[str, float]:
+        """Of all turns of the step."""
+        tokens, older, responses, seconds = (sum(column) for column in zip(*self._done, strict=True))
+        found = {"response_tokens": tokens / responses, "rollout_tokens_per_s": tokens / max(seconds, 1e-9)}
+        return found | ({"older_tokens": older / tokens} if self._unfinished else {})  # that other weights sampled
 
 
 def _mixed(seed: int, number: int) -> int:

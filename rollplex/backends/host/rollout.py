@@ -20,7 +20,7 @@ from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.hf.model import HostModel
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
 from rollplex.backends.host.suffix import suffix_positions, token_logprobs
-from rollplex.backends.training.attention import attend_filled, attend_prefix, causal_after_prefix, merge
+from rollplex.backends.training.attention import attend_filled, attend_prefix, causal_after, merge
 from rollplex.ir.errors import OutOfMemory
 
 
@@ -80,17 +80,30 @@ class Decoding:
         `begun` are responses to the first prompts that an earlier step has left: their tokens are prefilled again and
         keep their log-probabilities and versions; new tokens are of `version`.
         """
-        self._model, self._temperature, self._on_step = model, temperature, on_step
-        self._cache = _Cache(model, prompts, n, max_tokens, kv, tp)
-        self._made = _Rows.of(len(prompts), n, max_tokens, kv.dtype, begun)
-        self._eos, self._version, self._prompts, self._step = torch.tensor(eos), version, len(prompts), 0
-        self._first = torch.cat([p.input_ids[-1:].expand(n) for p in prompts])
-        self._thrown = torch.cat([torch.rand(n, max_tokens, generator=die, dtype=torch.float64) for die in dice])
-        for slot, prompt in zip(self._cache.prefixes, prompts, strict=True):
-            run_prefix(model, prompt, slot, attached=False)
-            on_step(0, len(self._first))
-        _go_on(model, self._cache, self._made, prompts)
-        self._drop_ended(int(self._made.lengths.max()))
+        cache = Cache(model, prompts, n, max_tokens, kv, tp)
+        made, thrown = Rows.of(len(prompts), n, max_tokens, kv.dtype, begun), throws(dice, n, max_tokens)
+        first = torch.cat([p.input_ids[-1:].expand(n) for p in prompts])
+        self._begin(model, cache, made, first, thrown, temperature, eos, version, on_step)
+        prefill(model, cache, prompts, on_step)
+        _go_on(model, cache, made, prompts)
+        self._drop_ended(int(made.lengths.max()))
+
+    def _begin(
+        self,
+        model: HostModel,
+        cache: Cache,
+        made: Rows,
+        first: Tensor,
+        thrown: Tensor,
+        temperature: float,
+        eos: Sequence[int],
+        version: int,
+        on_step: Callable[[int, int], None],
+    ) -> None:
+        """Rows to sample behind the tokens `first` [row] of what the cache holds."""
+        self._model, self._cache, self._made, self._first, self._thrown = model, cache, made, first, thrown
+        self._temperature, self._on_step = temperature, on_step
+        self._eos, self._version, self._prompts, self._step = torch.tensor(eos), version, len(cache.prefixes), 0
 
     @torch.no_grad()
     def until(self, prompts: Sequence[int]) -> Rollout:
@@ -130,7 +143,7 @@ class Decoding:
 
 
 @dataclass
-class _Rows:
+class Rows:
     """What all rows have so far: [row, token], and [row] tokens of each."""
 
     tokens: Tensor
@@ -139,7 +152,7 @@ class _Rows:
     versions: Tensor
 
     @classmethod
-    def of(cls, prompts: int, n: int, max_tokens: int, dtype: torch.dtype, begun: Rollout | None) -> _Rows:
+    def of(cls, prompts: int, n: int, max_tokens: int, dtype: torch.dtype, begun: Rollout | None) -> Rows:
         shape = (prompts * n, max_tokens)
         rows = cls(
             torch.zeros(shape, dtype=torch.int64),
@@ -183,7 +196,7 @@ class _Rows:
         return Rollout(tokens, lengths, logprobs, torch.arange(prompts), versions)
 
 
-def _go_on(model: HostModel, cache: _Cache, made: _Rows, prompts: Sequence[Prompt]) -> None:
+def _go_on(model: HostModel, cache: Cache, made: Rows, prompts: Sequence[Prompt]) -> None:
     """Prefill what rows have already but for their last token, which is the next to go in: row by row."""
     language = model.model.language_model
     for row in made.lengths.nonzero()[:, 0].tolist():
@@ -196,6 +209,23 @@ def _go_on(model: HostModel, cache: _Cache, made: _Rows, prompts: Sequence[Promp
             hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=prefill)
 
 
+def throws(dice: Sequence[torch.Generator], n: int, max_tokens: int) -> Tensor:
+    """The uniform numbers [row, token] of a turn, from each prompt's own generator."""
+    return torch.cat([torch.rand(n, max_tokens, generator=die, dtype=torch.float64) for die in dice])
+
+
+def prefill(
+    model: HostModel,
+    cache: Cache,
+    prompts: Sequence[Prompt],
+    on_step: Callable[[int, int], None] = lambda step, live: None,
+) -> None:
+    """Run the prefix of every prompt, once for all its responses."""
+    for slot, prompt in zip(cache.prefixes, prompts, strict=True):
+        run_prefix(model, prompt, slot, attached=False)
+        on_step(0, len(cache.live))
+
+
 def _sample(logits: Tensor, temperature: float, dice: Tensor) -> Tensor:
     """One token a row by inverting the cumulative distribution at `dice`."""
     if temperature == 0:
@@ -205,7 +235,7 @@ def _sample(logits: Tensor, temperature: float, dice: Tensor) -> Tensor:
     return found.clamp(max=logits.shape[-1] - 1)
 
 
-def _decode(model: HostModel, cache: _Cache, tokens: Tensor, at: Tensor) -> Tensor:
+def _decode(model: HostModel, cache: Cache, tokens: Tensor, at: Tensor) -> Tensor:
     """Logits [live, vocab] after one more token a row, which is the row's `at`-th."""
     language = model.model.language_model
     cache.at = at
@@ -217,7 +247,7 @@ def _decode(model: HostModel, cache: _Cache, tokens: Tensor, at: Tensor) -> Tens
     return model.lm_head(language.norm(hidden))[:, 0]
 
 
-class _Cache:
+class Cache:
     """Keys and values in the caller's memory, and which row sits in which slot (`live`)."""
 
     def __init__(
@@ -251,16 +281,8 @@ class _Cache:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Store one token a row and attend to the row's own tokens and its prompt's prefix."""
-        rows, kv_heads = key.shape[:2]
-        slots, longest = torch.arange(rows), int(self.at.max())
-        self.own[layer, 0][slots, :, self.at] = key[:, :, 0]
-        self.own[layer, 1][slots, :, self.at] = value[:, :, 0]
-        own = self.own[layer, :, :rows, :, : longest + 1]
-        grouped = query[:, :, 0].unflatten(1, (kv_heads, -1))
-        if int(self.at.min()) == longest:
-            out, lse = attend_prefix(grouped, own[0], own[1], scale)
-        else:
-            out, lse = attend_filled(grouped, own[0], own[1], self.at + 1, scale)
+        grouped = query[:, :, 0].unflatten(1, (key.shape[1], -1))
+        out, lse = self._own(layer, grouped, key, value, scale)
         other, other_lse = torch.empty_like(out), torch.empty_like(lse)
         for prompt, start, stop in self.spans:
             prefix_key, prefix_value = self.prefixes[prompt][layer]
@@ -269,6 +291,17 @@ class _Cache:
             other[start:stop] = found[0].unflatten(1, (stop - start, -1)).transpose(0, 1)
             other_lse[start:stop] = found_lse[0].unflatten(1, (stop - start, -1)).transpose(0, 1)
         return merge(out, lse, other, other_lse)[0].flatten(1, 2)[:, :, None]
+
+    def _own(self, layer: int, grouped: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention of the rows to their own tokens, this one included; live rows sit in the first slots."""
+        rows = len(key)
+        slots, longest = torch.arange(rows), int(self.at.max())
+        self.own[layer, 0][slots, :, self.at] = key[:, :, 0]
+        self.own[layer, 1][slots, :, self.at] = value[:, :, 0]
+        own = self.own[layer, :, :rows, :, : longest + 1]
+        if int(self.at.min()) == longest:
+            return attend_prefix(grouped, own[0], own[1], scale)
+        return attend_filled(grouped, own[0], own[1], self.at + 1, scale)
 
     def _group(self) -> None:
         """(prompt, first slot, slot after the last): rows keep their order, so a prompt's live rows are neighbours."""
@@ -280,13 +313,13 @@ class _Cache:
 class _Prefill:
     """Stores the first tokens of one row, which attend to each other and to the prompt's prefix."""
 
-    def __init__(self, cache: _Cache, row: int, count: int) -> None:
+    def __init__(self, cache: Cache, row: int, count: int) -> None:
         self.own = cache.own[:, :, row, :, :count]
         self.prefix = cache.prefixes[int(cache.prompt_of[row])]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         self.own[layer, 0], self.own[layer, 1] = key[0], value[0]
-        return causal_after_prefix(query, key, value, self.prefix[layer, 0], self.prefix[layer, 1], scale)
+        return causal_after(query, key, value, [(self.prefix[layer, 0], self.prefix[layer, 1])], scale)
 
 
 def _carve(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.hf.model import HostModel, set_recompute
-from rollplex.backends.training.attention import causal_after_prefix
+from rollplex.backends.training.attention import Piece, by_layer, causal_after
 from rollplex.backends.training.sizes import LOGIT_ROWS
 
 
@@ -29,16 +29,18 @@ def suffix_logprobs(
     temperature: float = 1.0,
     *,
     recompute: bool = False,
+    before: Sequence[Tensor] = (),
     logit_rows: int = LOGIT_ROWS,
 ) -> Tensor:
     """Log-probabilities [n, T_max] of the response tokens, 0 beyond each response's end.
 
-    `kv` is `PrefixResult.kv` or its `boundary_leaf`; `responses` are n int64 tensors of 1 to T_max tokens. Runs under
-    the caller's grad mode: under no_grad this is the detached scoring of a reference. `recompute` keeps only layer
-    inputs for the backward. At most `logit_rows` rows of logits exist at a time, in the backward too.
+    `kv` is `PrefixResult.kv` or its `boundary_leaf`, `before` are the pieces that it extends; `responses` are n int64
+    tensors of 1 to T_max tokens. Runs under the caller's grad mode: under no_grad this is the detached scoring of a
+    reference. `recompute` keeps only layer inputs for the backward. At most `logit_rows` rows of logits exist at a
+    time, in the backward too.
     """
     targets, mask = _pad(responses)
-    hidden = _forward(model, kv, prompt, targets[:, :-1], recompute)
+    hidden = _forward(model, [*before, kv], prompt, targets[:, :-1], recompute)
     found = [
         _head(model, rows, wanted, temperature)
         for rows, wanted in zip(hidden[mask].split(logit_rows), targets[mask].split(logit_rows), strict=True)
@@ -47,20 +49,32 @@ def suffix_logprobs(
 
 
 def suffix_values(
-    model: HostModel, kv: Tensor, prompt: Prompt, responses: Sequence[Tensor], *, recompute: bool = False
+    model: HostModel,
+    kv: Tensor,
+    prompt: Prompt,
+    responses: Sequence[Tensor],
+    *,
+    recompute: bool = False,
+    before: Sequence[Tensor] = (),
 ) -> Tensor:
     """Values [n, T_max] of the states in which the response tokens are chosen, 0 beyond each response's end."""
     targets, mask = _pad(responses)
-    hidden = _forward(model, kv, prompt, targets[:, :-1], recompute)
+    hidden = _forward(model, [*before, kv], prompt, targets[:, :-1], recompute)
     return torch.where(mask, model.score(hidden)[..., 0], 0)
 
 
 def suffix_scores(
-    model: HostModel, kv: Tensor, prompt: Prompt, responses: Sequence[Tensor], *, recompute: bool = False
+    model: HostModel,
+    kv: Tensor,
+    prompt: Prompt,
+    responses: Sequence[Tensor],
+    *,
+    recompute: bool = False,
+    before: Sequence[Tensor] = (),
 ) -> Tensor:
     """Scores [n], each read at the last token of its response."""
     tokens, mask = _pad(responses)
-    hidden = _forward(model, kv, prompt, tokens, recompute)
+    hidden = _forward(model, [*before, kv], prompt, tokens, recompute)
     return model.score(hidden[torch.arange(len(tokens)), mask.sum(1)])[:, 0]
 
 
@@ -84,20 +98,22 @@ def _pad(responses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return targets, mask
 
 
-def _forward(model: HostModel, kv: Tensor, prompt: Prompt, tokens: Tensor, recompute: bool) -> Tensor:
+def _forward(model: HostModel, pieces: Sequence[Tensor], prompt: Prompt, tokens: Tensor, recompute: bool) -> Tensor:
     """Hidden states [n, 1 + T, hidden] of the last prompt token and the response tokens [n, T] behind it."""
     set_recompute(model, recompute)
     try:
-        return _run_layers(model, kv, prompt, torch.cat([prompt.input_ids[-1:].expand(len(tokens), 1), tokens], dim=1))
+        return _run_layers(
+            model, pieces, prompt, torch.cat([prompt.input_ids[-1:].expand(len(tokens), 1), tokens], dim=1)
+        )
     finally:
         set_recompute(model, False)
 
 
-def _run_layers(model: HostModel, kv: Tensor, prompt: Prompt, inputs: Tensor) -> Tensor:
+def _run_layers(model: HostModel, pieces: Sequence[Tensor], prompt: Prompt, inputs: Tensor) -> Tensor:
     language = model.model.language_model
     hidden = language.embed_tokens(inputs)
     rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, inputs.shape[1]))
-    prefix = _ReadPrefix(kv)
+    prefix = _ReadPrefix(pieces)
     for layer in language.layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=prefix)
     return language.norm(hidden)
@@ -113,11 +129,10 @@ def _head(model: HostModel, hidden: Tensor, tokens: Tensor, temperature: float) 
 
 
 class _ReadPrefix:
-    """Unbinds the boundary once: indexing it layer by layer would make a full-size gradient for each layer."""
+    """Attention over the pieces of a boundary."""
 
-    def __init__(self, kv: Tensor) -> None:
-        self.layers = [layer.unbind(0) for layer in kv.unbind(0)]
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self.layers: list[list[Piece]] = by_layer(pieces)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        prefix_key, prefix_value = self.layers[layer]
-        return causal_after_prefix(query, key, value, prefix_key, prefix_value, scale)
+        return causal_after(query, key, value, self.layers[layer], scale)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rollplex.backends.cuda import attention as gpu
-from rollplex.backends.training.attention import LayerIO, causal, causal_after_prefix
+from rollplex.backends.training.attention import LayerIO, causal, causal_after
 
 
 class SharedPrefixAttention(nn.Module):
@@ -60,7 +60,7 @@ class ReadPrefix:
             out = gpu.packed_after_prefix(q, k, v, self.packed, prefix_key, prefix_value, scale)
             return out.transpose(0, 1)[None]
         query, key, value = (self._apart(x) for x in (query, key, value))
-        out = causal_after_prefix(query, key, value, prefix_key, prefix_value, scale)
+        out = causal_after(query, key, value, [(prefix_key, prefix_value)], scale)
         return out.transpose(1, 2)[self.real].transpose(0, 1)[None]
 
     def _apart(self, packed: Tensor) -> Tensor:

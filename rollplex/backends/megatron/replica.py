@@ -67,7 +67,10 @@ class Replica:
     def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
         return self._rank.boundary_shape(prefix_tokens)
 
-    def prefix(self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None) -> PrefixResult:
+    def prefix(
+        self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None, before: Sequence[Tensor]
+    ) -> PrefixResult:
+        assert not before, "a plan in which Megatron runs several turns is refused"
         return self._rank.prefix(prompt, slot, attached=attached, saved=saved)
 
     def logprobs(

@@ -26,7 +26,7 @@ IDLE = ""  # the window between two iterations
 
 def is_temporary(name: str) -> bool:
     """Whether an object is a bound on what torch allocates in a window, not memory that we hand out."""
-    return name.rpartition(".")[2] in _TEMPORARY
+    return name.split(".")[1] in _TEMPORARY  # a later turn's has its number behind it
 
 
 def in_pool(o: PlannedObject) -> bool:

@@ -1,19 +1,24 @@
-"""Exact attention over a shared prefix and own causal tokens, without copying the prefix for each sequence.
+"""Exact attention over shared pieces of a prefix and own causal tokens, without copying a piece for each sequence.
 
-queries of n sequences   x  [ prefix K, V, one copy ]     part A: no mask
-                         x  [ own K, V of the sequence ]  part B: causal
+queries of n sequences   x  [ piece K, V, one copy ] ..   a part for each piece: no mask
+                         x  [ own K, V of the sequence ]  the last part: causal
 merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
 Those are the kernels of a host; a GPU has others (cuda/attention.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rollplex.backends.cuda import attention as gpu
+
+Piece = tuple[Tensor, Tensor]
+"""Keys and values [kv_heads, p, d] of one piece of a boundary in one layer."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -35,14 +40,23 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out = gpu.packed(q, k, v, lengths, scale, causal=True)
         return out.unflatten(0, (n, s)).transpose(1, 2)
-    return _SharedPrefix.apply(query, key, value, None, None, scale)
+    return _SharedPrefix.apply(query, key, value, scale)
 
 
-def causal_after_prefix(
-    query: Tensor, key: Tensor, value: Tensor, prefix_key: Tensor, prefix_value: Tensor, scale: float
-) -> Tensor:
-    """n sequences of s tokens [n, heads, s, d] that all continue one prefix [kv_heads, p, d]."""
-    return _SharedPrefix.apply(query, key, value, prefix_key, prefix_value, scale)
+def causal_after(query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], scale: float) -> Tensor:
+    """n sequences of s tokens [n, heads, s, d] that all continue the same pieces, keys and values [kv_heads, p, d]."""
+    if not pieces:
+        return causal(query, key, value, scale)
+    return _SharedPrefix.apply(query, key, value, scale, *chain.from_iterable(pieces))
+
+
+def by_layer(pieces: Sequence[Tensor]) -> list[list[Piece]]:
+    """The pieces [layers, 2, kv_heads, p, d] of a boundary as each layer reads them.
+
+    Unbound once: indexing a piece layer by layer would make a full-size gradient for each layer.
+    """
+    unbound = [[(k, v) for k, v in (layer.unbind(0) for layer in piece.unbind(0))] for piece in pieces]
+    return [list(layer) for layer in zip(*unbound, strict=True)]
 
 
 def attend_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -63,43 +77,36 @@ def attend_filled(query: Tensor, key: Tensor, value: Tensor, filled: Tensor, sca
 
 class _SharedPrefix(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, prefix_k: Tensor | None, prefix_v: Tensor | None, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, *pieces: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         out, lse = _flash(q, expand(k, groups), expand(v, groups), 0.0, True, scale=scale)
-        if prefix_k is not None and prefix_v is not None:
+        for piece_k, piece_v in zip(pieces[::2], pieces[1::2], strict=True):
             packed = pack(q, k.shape[1])
-            out_a, lse_a = _flash(packed, prefix_k[None], prefix_v[None], 0.0, False, scale=scale)
+            out_a, lse_a = _flash(packed, piece_k[None], piece_v[None], 0.0, False, scale=scale)
             out, lse = merge(out, lse, unpack(out_a, q), unpack(lse_a[..., None], q)[..., 0])
-        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *pieces)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
-        q, k, v, prefix_k, prefix_v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *pieces = ctx.saved_tensors
         kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
         dq, dk, dv = _flash_backward(
             grad, q, expand(k, groups), expand(v, groups), out, lse, 0.0, True, scale=ctx.scale
         )
         dk, dv = (d.unflatten(1, (kv_heads, groups)).sum(2) for d in (dk, dv))
-        if prefix_k is None:
-            return dq, dk, dv, None, None, None
-        packed = [pack(t, kv_heads) for t in (grad, q, out)]
-        dq_a, dk_a, dv_a = _flash_backward(
-            packed[0],
-            packed[1],
-            prefix_k[None],
-            prefix_v[None],
-            packed[2],
-            pack(lse[..., None], kv_heads)[..., 0],
-            0.0,
-            False,
-            scale=ctx.scale,
-        )
-        return dq + unpack(dq_a, q), dk, dv, dk_a[0], dv_a[0], None
+        packed = [pack(t, kv_heads) for t in (grad, q, out)] if pieces else []
+        packed_lse = pack(lse[..., None], kv_heads)[..., 0] if pieces else lse
+        found: list[Tensor] = []
+        for piece_k, piece_v in zip(pieces[::2], pieces[1::2], strict=True):
+            dq_a, dk_a, dv_a = _flash_backward(
+                packed[0], packed[1], piece_k[None], piece_v[None], packed[2], packed_lse, 0.0, False, scale=ctx.scale
+            )
+            dq = dq + unpack(dq_a, q)
+            found += [dk_a[0], dv_a[0]]
+        return dq, dk, dv, None, *found
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,13 @@
 
 result = materialise(model, prompt, slot, forward, attached=True, saved=policy)    keys and values are now in the slot
 kv = boundary_leaf(result.kv)                                                    suffix work reads it, leaves kv.grad
+later = materialise(.., before=[kv])                                             the piece of a later turn extends it
 prefix_backward(result, kv.grad)                                                 the rest of the backward
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rollplex.backends.data.prompts import Prompt
-from rollplex.backends.training.attention import causal
+from rollplex.backends.training.attention import by_layer, causal_after
 from rollplex.backends.training.saved import AddressRanges, SavedPolicy, SavedState
 from rollplex.ir.errors import OutOfMemory
 
@@ -28,6 +29,8 @@ Forward = Callable[["Capture", bool], None]
 class PrefixResult:
     """One prompt's prefix, materialised: `kv` [layers, 2, kv_heads, prefix, head_dim] is the filled part of the slot.
 
+    `before` are the pieces of earlier turns that it extends: then `kv` is of the tokens behind them alone.
+
     Attached results also hold what the backward starts from: gradient edges, never a second copy of keys or values.
     """
 
@@ -36,6 +39,7 @@ class PrefixResult:
     kv: Tensor
     saved: SavedPolicy
     forward: Forward
+    before: tuple[Tensor, ...] = ()
     edges: list[GradientEdge | None] = field(default_factory=list)
     state: SavedState | None = None
     attached: bool = False
@@ -47,7 +51,14 @@ class PrefixResult:
 
 
 def materialise(
-    model: Any, prompt: Prompt, slot: Tensor, forward: Forward, *, attached: bool, saved: SavedPolicy | None
+    model: Any,
+    prompt: Prompt,
+    slot: Tensor,
+    forward: Forward,
+    *,
+    attached: bool,
+    saved: SavedPolicy | None,
+    before: Sequence[Tensor] = (),
 ) -> PrefixResult:
     """Run prompt[:-1] by `forward` and write every layer's keys and values into `slot`, which may be longer.
 
@@ -55,13 +66,13 @@ def materialise(
     slot or its saved state larger than the policy's pool.
     """
     policy = saved or SavedPolicy()
-    kv = _filled_part(slot, prompt)
-    result = PrefixResult(model, prompt, kv, policy, forward, attached=attached)
+    kv = _filled_part(slot, prompt, sum(piece.shape[3] for piece in before))
+    result = PrefixResult(model, prompt, kv, policy, forward, tuple(before), attached=attached)
     if attached and policy.where != "dropped":
         _run_attached(result, kv)
     else:
         with torch.no_grad():
-            forward(Capture(kv, kv.shape[0]), False)
+            forward(Capture(kv, kv.shape[0], before), False)
     return result
 
 
@@ -86,21 +97,22 @@ def boundary_leaf(kv: Tensor) -> Tensor:
     return kv.detach().requires_grad_()
 
 
-def _filled_part(slot: Tensor, prompt: Prompt) -> Tensor:
-    if prompt.prefix_tokens > slot.shape[3]:
+def _filled_part(slot: Tensor, prompt: Prompt, before: int) -> Tensor:
+    tokens = prompt.prefix_tokens - before
+    if tokens > slot.shape[3]:
         raise OutOfMemory(
-            f"the prompt has {prompt.prefix_tokens} prefix tokens, its boundary slot {slot.shape[3]}",
+            f"the prompt has {tokens} {'new' if before else 'prefix'} tokens, its boundary slot {slot.shape[3]}",
             where=prompt.row,
             hint="raise workload.prompt_tokens, or lower frames or max_pixels",
         )
-    return slot[:, :, :, : prompt.prefix_tokens]
+    return slot[:, :, :, :tokens]
 
 
 def _run_attached(result: PrefixResult, kv: Tensor | None) -> None:
     prompt = result.prompt
     inputs = [t for t in (prompt.input_ids, prompt.pixel_values) if t is not None]
-    state = SavedState(result.saved, AddressRanges([*result.model.parameters(), *inputs]), prompt.row)
-    capture = Capture(kv, result.kv.shape[0])
+    state = SavedState(result.saved, AddressRanges([*result.model.parameters(), *inputs, *result.before]), prompt.row)
+    capture = Capture(kv, result.kv.shape[0], result.before)
     with state.hooks(), torch.enable_grad():
         result.forward(capture, result.saved.recompute == "full")
     result.edges, result.state = capture.edges, state
@@ -109,13 +121,17 @@ def _run_attached(result: PrefixResult, kv: Tensor | None) -> None:
 class Capture:
     """Copies each layer's keys and values out and remembers where their gradients enter the graph.
 
+    `start` is the first token that is run: those of the pieces before it are attended to.
+
     A checkpointed layer comes here again in the backward; by then the slot may belong to someone else, so only the
     first visit writes.
     """
 
-    def __init__(self, kv: Tensor | None, layers: int) -> None:
+    def __init__(self, kv: Tensor | None, layers: int, before: Sequence[Tensor] = ()) -> None:
         self.kv = kv
         self.layers = layers
+        self.start = sum(piece.shape[3] for piece in before)
+        self._before = by_layer(before) if before else [[] for _ in range(layers)]
         self.visited = 0
         self.edges: list[GradientEdge | None] = []
 
@@ -123,7 +139,7 @@ class Capture:
         if layer == self.visited:
             self.visited += 1
             self._take(layer, key, value)
-        return query if layer == self.layers - 1 else causal(query, key, value, scale)
+        return query if layer == self.layers - 1 else causal_after(query, key, value, self._before[layer], scale)
 
     def _take(self, layer: int, key: Tensor, value: Tensor) -> None:
         self.edges += [get_gradient_edge(t) if t.requires_grad else None for t in (key, value)]

@@ -19,21 +19,25 @@ from rollplex.ir.errors import RunError
 from rollplex.ir.grouploss import group_loss, row_values, scale_of, undivided, wide_values
 from rollplex.ir.parts import part, wholes
 from rollplex.ir.placement import Seat
-from rollplex.ir.plan import LossPlan, Plan
+from rollplex.ir.plan import LossPlan, NodeRecord, Plan, references
 
 
 class Scores:
     """What the models of this rank have said in a step, detached, [1, group, ..] a group; losses are made of it.
 
     A group is one of the rank's prompts, by its number there; what comes from outside has all prompts of the step, or,
-    under `streamed`, a row for each data-parallel rank. `heads` says of each model call what it gives, logprobs, values
-    or score, and `roles` whose it is.
+    under `streamed`, a row for each data-parallel rank. `read` is what a prefix or suffix reads, a history or
+    responses, and `turn` which turn that is of, from 1 on. `heads` says of each model call what it gives, logprobs,
+    values or score, and `roles` whose it is.
     """
 
     def __init__(self, plan: Plan, seat: Seat, ranks: Groups) -> None:
         self.own, self._copy, self._ranks = seat.prompts, seat.copy, ranks
         self.prompts = next(record.name for record in plan.graph if record.op == "input")
         self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
+        self.turns = sum(record.op == "rx.generate" for record in plan.graph)
+        self.read = {r.name: _read_by(r) for r in plan.graph if r.op in ("rx.prefix", "rx.suffix")}
+        self.turn = _turns(plan)
         calls = {record.name: record for record in plan.graph if record.op == "rx.suffix"}
         self.heads = {name: record.kwargs.get("head", "logprobs") for name, record in calls.items()}
         self.roles = {name: str(record.args[0]) for name, record in calls.items()}
@@ -70,11 +74,26 @@ class Scores:
         return self._ranks.all_gather("dp", value.movedim(0, -1)).movedim(-1, 0)
 
 
+def _read_by(record: NodeRecord) -> str:
+    """The prompts of a prefix, the responses of a suffix."""
+    return next(references(record.args[1:2] if record.op == "rx.prefix" else record.args[2:3]))
+
+
+def _turns(plan: Plan) -> dict[str, int]:
+    """The turn of every prefix and suffix: a prefix that extends another is of the turn behind it."""
+    found: dict[str, int] = {}
+    for record in (r for r in plan.graph if r.op in ("rx.prefix", "rx.suffix")):
+        before = [found[name] for name in references(record.args) if name in found]
+        found[record.name] = max(before, default=0) + (record.op == "rx.prefix")
+    return found
+
+
 class StepLoss:
     """Evaluates and backpropagates a trained role's loss, group by group."""
 
     def __init__(self, plan: LossPlan, scores: Scores) -> None:
         self._plan, self._scores = plan, scores
+        self.forward = plan.forward
         self.begin()
 
     def begin(self) -> None:
@@ -93,14 +112,15 @@ class StepLoss:
         self._scale = scale_of(self._plan, self._widened(wholes_of(inputs), self._plan.divisor_inputs))
         return self._scale
 
-    def backward(self, node: str, group: int, found: Tensor, inputs: Mapping[str, Any]) -> None:
+    def backward(self, forward: Mapping[str, Tensor], group: int, inputs: Mapping[str, Any]) -> None:
         """The undivided loss of one group and its backward; RunError when it is not finite.
 
+        `forward` has what the trained model says of the group at each of its nodes: one, or one a turn.
         A group's rows are computed from its own alone, whatever else is there: the same bits in every schedule.
         """
         wide = self._step_values(inputs)
         rows = row_values(self._plan, {n: self._scores.row(n, inputs, group) for n in wholes(inputs)}, wide)
-        loss = group_loss(self._plan, rows, {node: found}, 0)
+        loss = group_loss(self._plan, rows, forward, 0)
         value = float(loss.detach())
         if not torch.isfinite(loss.detach()):
             raise RunError(

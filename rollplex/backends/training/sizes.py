@@ -61,6 +61,11 @@ def suffix_train_bytes(work: Work) -> int:
     return kept + max(layer, head) + weights + 2 * _boundary(work)
 
 
+def pieces_bytes(work: Work) -> int:
+    """Gradients of the other turns' pieces of a boundary, for all trajectories of a group; none of a single turn."""
+    return work.others * work.spec.kv_bytes_per_token(1, work.itemsize)
+
+
 def _suffix_tokens(work: Work) -> int:
     """Tokens of a suffix forward: one for each response token, and one more where a score reads the last too."""
     return work.suffix_tokens + (work.responses if work.spec.head == "scalar" else 0)

@@ -9,7 +9,6 @@ prefix_backward  the boundary's gradient through language prefix, projector and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.memory.planned import IDLE, PlannedObjects
 from rollplex.backends.publication import Publication
-from rollplex.backends.rolemodel import Prefix, RoleModel
-from rollplex.backends.training.boundary import boundary_leaf
+from rollplex.backends.rolemodel import RoleModel
 from rollplex.backends.training.carrying import CarriedObjects
+from rollplex.backends.training.groups import GroupWork
 from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
 from rollplex.backends.training.refresh import Copies, copies
-from rollplex.backends.training.saved import ALIGN, SavedPolicy
 from rollplex.backends.training.shares import DP, Shares
 from rollplex.ir.decay import decays
 from rollplex.ir.errors import RunError
@@ -38,15 +36,6 @@ from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Rebuild, Run, role_of
-
-
-@dataclass
-class Group:
-    """One prompt group between its prefix and its prefix backward."""
-
-    boundary: dict[str, Prefix] = field(default_factory=dict)
-    kv_grad: Tensor | None = None
-
 
 Make = Callable[[str, PlannedObjects], RoleModel]
 
@@ -67,7 +56,7 @@ class TrainEngine:
     ) -> None:
         self.plan = plan
         self.job = job
-        self._seat, self._prompts, self._ranks = seat, seat.prompts, groups
+        self._seat, self._ranks = seat, groups
         self.role = job.policy
         self.dtype = DTYPES[job.model.dtype]
         self.state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -77,7 +66,8 @@ class TrainEngine:
         self._replicas = {role: make(role, self._objects) for role in roles}
         self._scores = Scores(plan, seat, groups)
         self._losses = {role: StepLoss(loss, self._scores) for role, loss in plan.losses.items()}
-        self._groups: dict[int, Group] = {}
+        dtypes = (self.dtype, self.state_dtype)
+        self._work = GroupWork(plan, job, *dtypes, seat, self._replicas, self._objects, self._scores, self._losses)
         self._carried = CarriedObjects(job, self._objects)
         for role in job.trained:
             self._replicas[role].accumulate(self._objects.pages(f"{role}.gradients", self.state_dtype))
@@ -122,8 +112,7 @@ class TrainEngine:
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
-        self._groups = {slot: Group() for slot in range(len(self._seat.sampled))}
-        self._slots = list(range(len(self._prompts)))
+        self._work.begin()
         self._scores.begin()
         for role, loss in self._losses.items():
             loss.begin()
@@ -131,7 +120,7 @@ class TrainEngine:
                 self._state(role, "gradients").zero_()
 
     def finish(self) -> EngineReport:
-        self._groups.clear()
+        self._work.groups.clear()
         self._objects.window(IDLE)
         self._objects.measuring = False
         events, marks = self._objects.take_log()
@@ -158,7 +147,7 @@ class TrainEngine:
         return {name: digest(self._objects.current(name, self.dtype)) for name in names}
 
     def close(self) -> None:
-        self._groups.clear()
+        self._work.groups.clear()
         self._objects.close()
         self._publication.page.close()
         self._ranks.close()
@@ -166,16 +155,16 @@ class TrainEngine:
     # ---- tasks
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
-        inputs = self._of_taken(inputs)
+        inputs = self._work.of_taken(inputs)
         match step.task:
             case "prefix":
-                self._prefix(step, inputs)
+                self._work.prefix(step, inputs)
             case "suffix":
-                self._suffix(step, inputs)
+                self._work.suffix(step, inputs)
             case "train":
-                self._train(step, inputs)
+                self._work.train(step, inputs)
             case "prefix_backward":
-                self._prefix_backward(step)
+                self._work.prefix_backward(step)
             case _:
                 raise AssertionError(f"{step.task} is no task of a training rank")
         return {name: self._scores.scored(name) for name in step.outputs}
@@ -203,113 +192,10 @@ class TrainEngine:
                 raise AssertionError(f"nobody plans {step}")
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
-        return self._losses[step.role].scale(self._of_taken(inputs))
+        return self._losses[step.role].scale(self._work.of_taken(inputs))
 
     def rebuild(self, step: Rebuild) -> None:
         self._replicas[self.role].rebuild(self._objects.pages(step.object, self.dtype))
-
-    def _prefix(self, step: Run, inputs: Mapping[str, Any]) -> None:
-        attached = step.role in self.job.trained
-        result = self._replicas[step.role].prefix(
-            self._prompt(step, inputs),
-            self._boundary_slot(step.role, step.microbatch),
-            attached,
-            self._saved_policy(step) if attached else None,
-        )
-        self._groups[step.microbatch].boundary[step.role] = result
-
-    def _suffix(self, step: Run, inputs: Mapping[str, Any]) -> None:
-        prefix = self._group(step).boundary.pop(step.role)
-        with torch.no_grad():
-            found = [self._numbers(step, prefix, prefix.kv, part) for part in self._parts(step, inputs)]
-        self._scores.score(step.node, step.microbatch, torch.cat(found, dim=1))
-
-    def _train(self, step: Run, inputs: Mapping[str, Any]) -> None:
-        """Where the plan takes the group in parts, the loss sees all of them first, then each runs its backward."""
-        group, parts = self._group(step), self._parts(step, inputs)
-        prefix = group.boundary[step.role]
-        kv = boundary_leaf(prefix.kv)
-        with torch.set_grad_enabled(len(parts) == 1):
-            found = torch.cat([self._numbers(step, prefix, kv, part) for part in parts], dim=1)
-        if len(parts) > 1:
-            found.requires_grad_()
-        self._losses[step.role].backward(step.node, step.microbatch, found, inputs)
-        if len(parts) > 1:
-            assert found.grad is not None, "the loss depends on what the model says"
-            for part, grad in zip(parts, found.grad.split([len(p) for p in parts], dim=1), strict=True):
-                self._numbers(step, prefix, kv, part).backward(grad)
-        group.kv_grad = kv.grad
-        if step.outputs:
-            self._scores.score(step.node, step.microbatch, found.detach())
-
-    def _prefix_backward(self, step: Run) -> None:
-        group = self._group(step)
-        assert group.kv_grad is not None, "a prefix backward follows its train step"
-        self._replicas[step.role].prefix_backward(group.boundary.pop(step.role), group.kv_grad)
-        group.kv_grad = None
-
-    # ---- pieces
-
-    def _of_taken(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Once the taken prompts are known, tasks see no others; prefixes that ran before keep their slots."""
-        rollout, prompts = inputs.get(self._scores.rollout), inputs.get(self._scores.prompts)
-        if rollout is None:
-            return inputs
-        if self.job.overlapped:
-            own = rollout.taken[self._prompts.start : self._prompts.stop]
-            self._slots = (own - self._seat.sampled.start).tolist()
-        return inputs if prompts is None else {**inputs, self._scores.prompts: prompts.take(rollout.taken)}
-
-    def _prompt(self, step: Run, inputs: Mapping[str, Any]) -> Any:
-        """The prompt of a prefix: among those taken where the rollout is known, among those sampled where it is not."""
-        own = self._prompts if self._scores.rollout in inputs else self._seat.sampled
-        return inputs[self._scores.prompts][own[step.microbatch]]
-
-    def _group(self, step: Run) -> Group:
-        """The group of a task on responses: its prefix's slot holds it."""
-        return self._groups[self._slots[step.microbatch]]
-
-    def _parts(self, step: Run, inputs: Mapping[str, Any]) -> list[list[Tensor]]:
-        """The responses of a group, as many at a time as the plan has room for."""
-        responses = self._scores.row(self._scores.rollout, inputs, step.microbatch).responses(0)
-        size = self.plan.summary.chunks.microbatch.suffix_responses
-        return [responses[i : i + size] for i in range(0, len(responses), size)]
-
-    def _numbers(self, step: Run, prefix: Prefix, kv: Tensor, responses: Sequence[Tensor]) -> Tensor:
-        """What the model says of some responses, in the dtype of losses.
-
-        Log-probabilities or values [1, responses, response_tokens], scores [1, responses].
-        """
-        recompute = prefix.attached and self.job.roles[step.role].recompute == "full"
-        model, head = self._replicas[step.role], self._scores.heads[step.node]
-        if head == "score":
-            return model.scores(prefix, kv, responses, recompute)[None].to(self.state_dtype)
-        if head == "values":
-            found = model.values(prefix, kv, responses, recompute)
-        else:
-            found = model.logprobs(prefix, kv, responses, self.job.run.temperature, recompute)
-        room = self.job.workload.response_tokens - found.shape[1]
-        return torch.nn.functional.pad(found, (0, room))[None].to(self.state_dtype)
-
-    def _boundary_slot(self, role: str, microbatch: int) -> Tensor:
-        shape = self._replicas[role].boundary_shape(self.job.workload.prompt_tokens)
-        elements = torch.Size(shape).numel()
-        flat = self._objects.pages(f"{role}.boundary", self.dtype)
-        return flat[microbatch * elements : (microbatch + 1) * elements].view(shape)
-
-    def _saved_policy(self, step: Run) -> SavedPolicy:
-        """Where the plan keeps what this prefix saves: its slot in HBM, in the pinned pool, or nowhere."""
-        name, recompute = f"{step.role}.prefix_saved", self.job.roles[step.role].recompute
-        assert recompute != "selective", "a job that asks it of the host engine is refused"
-        if name in step.writes:
-            return SavedPolicy("hbm", recompute, self._part(name, self._objects.pages(name, torch.uint8), step))
-        if name in step.streams:
-            return SavedPolicy("host", recompute, self._part(name, self._objects.slot(name, torch.uint8), step))
-        return SavedPolicy("dropped", recompute)
-
-    def _part(self, name: str, memory: Tensor, step: Run) -> Tensor:
-        size = memory.numel() // self.plan.object(name).slots // ALIGN * ALIGN
-        return memory[step.microbatch * size : (step.microbatch + 1) * size]
 
     def _label(self, role: str) -> str:
         """What stands before the names of a role's metrics."""

@@ -258,7 +258,7 @@ def executable(facts: Facts, job: Job) -> Iterator[Violation]:
         asked.append("a second copy of the weights")
     if job.workload.prompts % job.engines:
         asked.append(f"{job.workload.prompts} prompts over {job.engines} rollout engines")
-    if job.workload.turns is not None:
+    if job.workload.turns is not None and {s.engine for s in sections} != {"host"}:
         asked.append(f"{job.workload.turns.count} turns")
     for feature in asked:
         if not any(reason.startswith(feature) for reason in told):
