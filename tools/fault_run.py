@@ -78,6 +78,8 @@ class Bench:
         self.folder = folder
         self.struck = Path(os.environ["ROLLPLEX_FAULT"])
         self.struck.write_text("{}")
+        self.written = folder / "plan.json"  # a process that made the plan again would have another data set
+        self.written.write_text(plan.to_json(), encoding="utf-8")
         self.reference = bits_of(run(plan, folder / "reference"))
 
     def judge(self, cell: Cell) -> Verdict:
@@ -134,7 +136,13 @@ class Bench:
     def _strike_controller(self, cell: Cell, out: Path) -> Verdict:
         """The controller is a process of its own; one that was stopped is killed when its engines have given up."""
         with self._fault(cell), (self.folder / "once.log").open("w") as log:
-            command = [sys.executable, str(Path(__file__).with_name("faults.py")), "--once", str(out)]
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name("faults.py")),
+                "--once",
+                str(out),
+                str(self.written),
+            ]
             controller = subprocess.Popen(command, stdout=log, stderr=log)
             wrong = _until(self._hit.exists, 120, "the controller came to the step")
             engines = psutil.Process(controller.pid).children(recursive=True)
@@ -241,7 +249,10 @@ class Bench:
 
     def _resume(self, cell: Cell, out: Path) -> list[str]:
         seen: list[RunEvent] = []
-        result = run(self.plan, out, seen.append, resume=True)
+        try:
+            result = run(self.plan, out, seen.append, resume=True)
+        except RollplexError as err:
+            return [f"not resumed: {_line(err)}"]
         wrong = [] if bits_of(result) == self.reference else ["resumed to other bits"]
         told = next((event for event in seen if isinstance(event, Resumed)), None)
         if cell.process == "all":

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fault_cells import Cell, cells
 from fault_run import Bench, run, small_plan
 
+from rollplex.ir.plan import read_plan
 from rollplex.runtime.nursery import kept
 
 HERE = Path(__file__).resolve().parent
@@ -101,7 +102,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["--bench", folder]:
             judge_all(Path(folder))
-        case ["--once", out]:
-            run(small_plan(), Path(out))
+        case ["--once", out, plan]:
+            run(read_plan(plan), Path(out))
         case words:
             sys.exit(1 if main(words) else 0)
