@@ -64,8 +64,8 @@ KEYS = {
     "schedule": (
         "schedule: rollplex",
         "schedule: rolplex",
-        "job.yaml:28: `schedule`: `rolplex` is not known; expected one of serial, rollplex, naive, "
-        "disaggregated\n    try: rollplex",
+        "job.yaml:28: `schedule`: `rolplex` is not known; expected one of serial, rollplex, streamed, "
+        "naive, disaggregated\n    try: rollplex",
     ),
     "ablation": (
         "schedule: rollplex",

@@ -15,7 +15,7 @@
          boundary of the reference 16 =================================== freed
                                boundary of the actor 16 =========================== freed
                                                                                 activations 3938, gradients 348
-                                                                                                  || workspace 768
+                                                                                                  || workspace 1648
 
 `x!` is a signal, `x?` a wait, `||` a barrier of all three. The trainer also waits for `freed` behind rollout-complete:
 only then are the pages of the KV cache gone. Two more plans do the same work in other ways:

@@ -71,7 +71,7 @@ train.activations   phase-local  3938 -     ----H-- ----u-- ----H-- ----u-- ----
 actor.gradients     phase-local   348 -     ----Hh- ----uu- ----Hh- ----uu- ----HH- ----uu-
 actor.master        permanent     348 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
 actor.moments       permanent     696 host  hhhhhhh -----u- hhhhhhh -----u- hhhhhHh -----u-
-optimizer.workspace phase-local   768 -     -----H- -----u- -----H- -----u- . .
+optimizer.workspace phase-local  1648 -     -----H- -----u- -----H- -----u- . .
 rollout.carried     permanent      96 host  hhhhhhh u------ . .             . .             partial
 """
 PARTIAL = Tail(kind="partial", sampled=4, taken=2, carried="rollout.carried", ends_at_tokens=9.0, snapshots=2)
@@ -181,7 +181,7 @@ def summary(variant: Variant) -> Summary:
         host_pool=host_pool(variant),
         chunks=ChunkSummary(
             optimizer=OptimizerChunks(
-                count=3, elements=32, bytes=512, workspace_bytes=0 if COLUMN[variant] == 8 else 768
+                count=3, elements=32, bytes=512, workspace_bytes=0 if COLUMN[variant] == 8 else 1648
             ),
             microbatch=Microbatches(
                 prefix_prompts=1, suffix_responses=1,
