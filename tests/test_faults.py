@@ -39,6 +39,6 @@ def test_a_step_that_hangs_is_told_and_the_run_resumes_to_the_same_bits() -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     line, last = done.stdout.splitlines()
     assert line.startswith("ok     rollout     run generate")
-    assert "has been at it for 8 s in step `run generate rollout mb 0`" in line
+    assert "has been at it for 8 s in step `run generate actor mb 0`" in line
     assert last.startswith("1 cells in ")
     assert last.endswith(", 0 failed")

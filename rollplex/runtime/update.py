@@ -79,7 +79,7 @@ class StreamedUpdate:
             self._stream = self._begin(step)
         if self.trained.publication:
             self.trained.publication.writing(step.index)
-        self._stream.update(step.index)
+        self._stream.update(len(self._covered))  # by its place in the program: `publish` tells a plan that has gaps
         self._covered.append(self._clipped(step))
         if self._stream.done:
             self.spans = self._stream.spans()
