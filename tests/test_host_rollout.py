@@ -15,7 +15,7 @@ from host_tiny import CONFIG, arena_model, oracle_model, text_prompt, video_prom
 
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
-from rollplex.backends.host.rollout import generate
+from rollplex.backends.host.rollout import Decoding
 from rollplex.backends.host.suffix import suffix_logprobs
 from rollplex.ir.errors import OutOfMemory
 
@@ -31,7 +31,8 @@ def roll(
 ) -> Rollout:
     memory = torch.full((kv,), float("nan"), dtype=model.dtype)
     dice = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-    return generate(model, prompts, 6, 24, temperature, dice, memory, eos=EOS, **kwargs)
+    decoding = Decoding(model, prompts, 6, 24, temperature, dice, memory, eos=EOS, **kwargs)
+    return decoding.until(range(len(prompts)))
 
 
 def prompts_of(model: Any) -> list[Any]:
@@ -87,7 +88,7 @@ def test_samples_follow_the_model() -> None:
     prompt = text_prompt(5)
     memory = torch.zeros(2_000_000, dtype=torch.float64)
     rng = torch.Generator().manual_seed(0)
-    rollout = generate(model, [prompt], 4000, 1, 1.0, [rng], memory, eos=EOS)
+    rollout = Decoding(model, [prompt], 4000, 1, 1.0, [rng], memory, eos=EOS).until([0])
     kv = run_prefix(model, prompt, torch.zeros(boundary_shape(CONFIG, 4), dtype=torch.float64), attached=False).kv
     every = [torch.tensor([t]) for t in range(64)]
     with torch.no_grad():

@@ -23,7 +23,7 @@ from rollplex.backends.collectives import Groups
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.facts import load_facts
 from rollplex.backends.hf.precision import KeepDouble
-from rollplex.backends.host.rollout import generate
+from rollplex.backends.host.rollout import Decoding
 from rollplex.backends.host.sharded import sharded_model
 from rollplex.backends.shard import Shard, shard_of
 from rollplex.ir.errors import RunError
@@ -201,7 +201,7 @@ def test_what_ranks_sample_together_has_the_log_probabilities_of_the_whole_model
         heads = TEXT["num_key_value_heads"] // case.rollout
         kv = torch.full((200_000 * heads,), float("nan"), dtype=torch.float64)
         dice = [torch.Generator().manual_seed(3 + i) for i in range(len(prompts))]
-        return generate(rank, prompts, 4, 9, 0.8, dice, kv, eos=EOS, tp=case.rollout)
+        return Decoding(rank, prompts, 4, 9, 0.8, dice, kv, eos=EOS, tp=case.rollout).until(range(len(prompts)))
 
     found = ranks_of(case, model, sample)
     for other in found[1:]:

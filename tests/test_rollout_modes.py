@@ -27,7 +27,7 @@ from textbook import Step as Book
 from torch import Tensor
 
 from rollplex.backends.data.rollout import Rollout
-from rollplex.backends.host.rollout import Decoding, generate
+from rollplex.backends.host.rollout import Decoding
 from rollplex.backends.host.unfinished import Unfinished
 from rollplex.backends.training.placement import config_of
 from rollplex.ir.checker import verify_plan
@@ -99,7 +99,8 @@ class Sampling:
         engine = self.run.rollout
         dice = [torch.Generator().set_state(die.get_state()) for die in engine._dice]
         room = torch.zeros(1 << 20)
-        return generate(engine._model, prompts.prompts, GROUP, BUDGET, 1.0, dice, room, eos=prompts.eos)
+        decoding = Decoding(engine._model, prompts.prompts, GROUP, BUDGET, 1.0, dice, room, eos=prompts.eos)
+        return decoding.until(range(len(prompts.prompts)))
 
 
 @cache

@@ -24,29 +24,6 @@ from rollplex.backends.training.attention import attend_filled, attend_prefix, c
 from rollplex.ir.errors import OutOfMemory
 
 
-def generate(
-    model: HostModel,
-    prompts: Sequence[Prompt],
-    n: int,
-    max_tokens: int,
-    temperature: float,
-    dice: Sequence[torch.Generator],
-    kv: Tensor,
-    *,
-    eos: Sequence[int],
-    tp: int = 1,
-    begun: Rollout | None = None,
-    version: int = 0,
-    on_step: Callable[[int, int], None] = lambda step, live: None,
-) -> Rollout:
-    """Sample n responses of up to `max_tokens` tokens for every prompt, all of them; the arguments are `Decoding`'s."""
-    decoding = Decoding(
-        model, prompts, n, max_tokens, temperature, dice, kv,
-        eos=eos, tp=tp, begun=begun, version=version, on_step=on_step,
-    )  # fmt: skip
-    return decoding.until(range(len(prompts)))
-
-
 class Decoding:
     """One step's sampling, which goes on as far as somebody waits for: `until` these prompts, then those.
 
