@@ -457,10 +457,13 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     import pageplan
     from rich.console import Console
 
+    from rollplex.ir.plan import NodeRecord
     from rollplex.runtime.events import IterationDone
     from rollplex.watch import RunWatch
 
-    plan = api.with_steps(pageplan.plan(hosts={"score": "reward"}), 40)
+    made = pageplan.plan(hosts={"score": "reward"})
+    score = NodeRecord(name="score", op="rx.host", args=({"ref": "rollout"},), loc="tiny.py:5", phase="P2")
+    plan = api.with_steps(made.model_copy(update={"graph": (*made.graph, score)}), 40)
     console = Console(file=io.StringIO(), width=100)
     with RunWatch(plan, console) as watch:
         for i in range(40):

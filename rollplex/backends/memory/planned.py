@@ -26,7 +26,8 @@ IDLE = ""  # the window between two iterations
 
 def is_temporary(name: str) -> bool:
     """Whether an object is a bound on what torch allocates in a window, not memory that we hand out."""
-    return name.split(".")[1] in _TEMPORARY  # a later turn's has its number behind it
+    parts = name.split(".")  # a later turn's has its number behind it
+    return len(parts) > 1 and parts[1] in _TEMPORARY
 
 
 def in_pool(o: PlannedObject) -> bool:
