@@ -15,8 +15,8 @@ from typing import Any
 
 from rollplex.backends.engine import Values
 from rollplex.backends.host.engine import build
-from rollplex.backends.host.roller import RolloutEngine
 from rollplex.backends.memory.ledger import Ledger
+from rollplex.backends.rollout.engine import RolloutEngine
 from rollplex.backends.training.trainer import TrainEngine
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan

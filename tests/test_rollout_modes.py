@@ -28,7 +28,8 @@ from torch import Tensor
 
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.host.rollout import Decoding
-from rollplex.backends.host.unfinished import Unfinished
+from rollplex.backends.host.sampler import HostSampler
+from rollplex.backends.rollout.unfinished import Unfinished
 from rollplex.backends.training.placement import config_of
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.errors import PlanError
@@ -96,10 +97,11 @@ class Sampling:
 
     def _all(self, prompts: Any) -> Rollout:
         """The same prompts sampled to their ends, from the same weights and dice."""
-        engine = self.run.rollout
-        dice = [torch.Generator().set_state(die.get_state()) for die in engine._dice]
+        sampler = self.run.rollout.sampler
+        assert isinstance(sampler, HostSampler)
+        dice = [torch.Generator().set_state(die.get_state()) for die in sampler.dice]
         room = torch.zeros(1 << 20)
-        decoding = Decoding(engine._model, prompts.prompts, GROUP, BUDGET, 1.0, dice, room, eos=prompts.eos)
+        decoding = Decoding(sampler.model, prompts.prompts, GROUP, BUDGET, 1.0, dice, room, eos=prompts.eos)
         return decoding.until(range(len(prompts.prompts)))
 
 

@@ -18,6 +18,7 @@ from runtime_tiny import luck, tiny_plan
 
 from rollplex.backends.data.parts import joined, wholes_of
 from rollplex.backends.data.rollout import Rollout
+from rollplex.backends.host.rollout import Decoding
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run, Signal, Step
 from rollplex.runtime import feed
@@ -85,7 +86,8 @@ def test_a_long_first_group_holds_up_those_behind_it() -> None:
 
     def look(process: ProcessId, step: Step) -> None:
         if process == ROLLOUT and isinstance(step, Signal) and step.carries:
-            seen.append((run.rollout._decoding._step if run.rollout._decoding else -1, step.event))
+            decoding = run.rollout._decoding
+            seen.append((decoding._step if isinstance(decoding, Decoding) else -1, step.event))
 
     plan = plan_of("streamed", "float32", seed=SEED)
     run = InThreads(plan, {"reward": luck}, look)

@@ -8,8 +8,9 @@ from pathlib import Path
 from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.engine import Engine
 from rollplex.backends.host.replica import Replica
-from rollplex.backends.host.roller import RolloutEngine
+from rollplex.backends.host.sampler import HostSampler
 from rollplex.backends.memory.planned import PlannedObjects
+from rollplex.backends.rollout.engine import RolloutEngine
 from rollplex.backends.training.trainer import TrainEngine
 from rollplex.ir.job import Job
 from rollplex.ir.placement import seat
@@ -22,7 +23,7 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
     groups = Groups.join(job, kind, rank, plan.processes[kind].ranks, meeting)
     pair = Pair(meeting, rank, sends=kind == "train")
     if kind == "rollout":
-        return RolloutEngine(plan, job, here, groups, pair, process, fds)
+        return RolloutEngine(plan, job, here, pair, process, fds, lambda served: HostSampler(job, served, groups))
 
     def make(role: str, objects: PlannedObjects) -> Replica:
         return Replica(job, role, objects, trained=role in job.trained)

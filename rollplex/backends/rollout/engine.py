@@ -1,9 +1,9 @@
-"""The rollout rank on a host: samples with a KV cache from the very pages that the training rank writes."""
+"""The rollout rank of a plan: it samples with a KV cache from the very pages that the training rank writes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,23 +13,19 @@ import torch
 from torch import Tensor
 
 from rollplex.backends.carried import Carried
-from rollplex.backends.collectives import Groups, Pair
+from rollplex.backends.collectives import Pair
 from rollplex.backends.data.batch import PromptBatch
-from rollplex.backends.data.histories import Histories
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.facts import load_facts
-from rollplex.backends.hf.model import HostModel
-from rollplex.backends.host.rollout import Decoding
-from rollplex.backends.host.sharded import sharded_model
-from rollplex.backends.host.trajectories import Sampling, Trajectories, rows_of
-from rollplex.backends.host.unfinished import Unfinished
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.publication import Subscription
+from rollplex.backends.rollout.sampler import Decoding, Sampler, Served
+from rollplex.backends.rollout.unfinished import Unfinished
 from rollplex.backends.shard import shard_of
 from rollplex.backends.training.carrying import CarriedObjects
-from rollplex.backends.training.placement import DTYPES, config_of, split, tensors_of
+from rollplex.backends.training.placement import DTYPES, split, tensors_of
 from rollplex.backends.training.refresh import REFRESH, Copies, copies
 from rollplex.ir.job import Job
 from rollplex.ir.parts import group_of
@@ -44,22 +40,27 @@ class RolloutEngine:
     """`Engine` of a rollout rank; its weights are imported, read-only: a copy of its own only where a plan says so."""
 
     def __init__(
-        self, plan: Plan, job: Job, seat: Seat, groups: Groups, pair: Pair, process: str, fds: Sequence[int]
+        self,
+        plan: Plan,
+        job: Job,
+        seat: Seat,
+        pair: Pair,
+        process: str,
+        fds: Sequence[int],
+        make: Callable[[Served], Sampler],
     ) -> None:
         self.job = job
         self.dtype = DTYPES[job.model.dtype]
         self._owner = f"train {process.rpartition(' ')[2]}"
         self._objects = PlannedObjects(plan, "rollout", process, fds)
         self._copies = Copies(pair, self._objects, copies(plan, job.policy, "rollout"))
-        self._model = self._sharded(plan, seat, groups)
-        self._seat, self._ranks = seat, groups
-        self._dice = [torch.Generator() for _ in seat.sampled]
+        self.sampler = make(self._served(plan, seat))
+        self._seat = seat
         self._decoding: Decoding | None = None
         self._seconds = 0.0
         self._carried = CarriedObjects(job, self._objects)
         self._unfinished = self._room_for_unfinished()
         self._version = 0
-        self._trajectories: Trajectories | None = None
         self._sampled: str = ""
         self._begun = 0
         self._published: Subscription | None = None
@@ -82,22 +83,17 @@ class RolloutEngine:
 
     def ready(self) -> dict[str, Any]:
         self._copies.begin()
+        self.sampler.ready()
         return {"inodes": self._objects.inodes()}
 
     def trained(self) -> dict[str, TrainedState]:
         return {}
 
     def begin(self, iteration: int) -> None:
-        """New weights are due, and what was made of the old ones must go.
-
-        Nothing here outlives a rollout: keys and values are made anew for each. An engine that keeps prefixes, encoded
-        images or graphs bound to addresses resets them at this place.
-        """
+        """New weights are due, and what was made of the old ones must go."""
         self._begun += 1
-        for die, prompt in zip(self._dice, self._seat.sampled, strict=True):
-            die.manual_seed(_mixed(_mixed(self.job.run.seed, iteration), prompt))
+        self.sampler.begin([_mixed(_mixed(self.job.run.seed, iteration), p) for p in self._seat.sampled])
         self._version = iteration + 1
-        self._trajectories = None
         self._done.clear()
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
@@ -108,7 +104,7 @@ class RolloutEngine:
         # A copy of its own has no other writer: this rank enters the exchange that refreshes it.
         with self._published.readable(self._begun - 1) if self._published else nullcontext():
             if self.job.workload.turns is not None:
-                rollout = self._turn(prompts.of(self._seat.prompts))
+                rollout = self.sampler.turn(prompts.of(self._seat.prompts), self._version)
                 self._note(rollout, time.monotonic() - started)
                 return {made: self._sent(rollout)}
             if self._decoding is None:
@@ -153,10 +149,10 @@ class RolloutEngine:
         self._objects.close()
         if self._published is not None:
             self._published.close()
-        self._ranks.close()
+        self.sampler.close()
 
-    def _sharded(self, plan: Plan, seat: Seat, groups: Groups) -> HostModel:
-        """The rank's model over pages that the training rank of its GPU owns, or over its own copy of them."""
+    def _served(self, plan: Plan, seat: Seat) -> Served:
+        """The rank's weights over pages that the training rank of its GPU owns, or over its own copy of them."""
         job, role, pages = self.job, self.job.policy, self._objects
         trainer, own = load_facts(job.trainer(role).engine), load_facts(plan.processes["rollout"].engine)
         shard = shard_of(job.spec, plan.summary.layout, trainer, own, job.rollout_tp, seat.tp)
@@ -164,7 +160,7 @@ class RolloutEngine:
         own = pages.has("rollout.weights")
         weights, vision = ("rollout.weights", "rollout.vision") if own else (f"{role}.snapshot", f"{role}.vision")
         tower = split(pages.pages(vision, self.dtype), tensors_of(job, role, "vision"))
-        return sharded_model(config_of(job), shard, pages.pages(weights, self.dtype), buffer, tower, groups)
+        return Served(shard, pages.pages(weights, self.dtype), buffer, tower, pages.pages(KV, torch.uint8))
 
     def _awaited(self, decoding: Decoding, group: int | None) -> Rollout:
         """The responses that a step waits for: to all prompts or one group's, or to the first prompts to complete."""
@@ -190,32 +186,7 @@ class RolloutEngine:
         return Unfinished(memory, left, self.job.group, self.job.workload.response_tokens)
 
     def _begin(self, prompts: PromptBatch) -> Decoding:
-        job = self.job
-        return Decoding(
-            self._model,
-            prompts.prompts,
-            job.group,
-            job.workload.response_tokens,
-            job.run.temperature,
-            self._dice,
-            self._objects.pages(KV, self.dtype),
-            eos=prompts.eos,
-            tp=self.job.rollout_tp,
-            begun=self._unfinished and self._unfinished.take(),
-            version=self._version,
-        )
-
-    def _turn(self, prompts: PromptBatch | Histories) -> Rollout:
-        """A turn of all trajectories: of the prompts, or of the histories that go on from the turn before."""
-        job = self.job
-        if isinstance(prompts, Histories):
-            assert self._trajectories is not None, "a history follows the prompts of its step"
-            return self._trajectories.turn(rows_of(prompts), self._dice, self._version)
-        kv, every, load = self._objects.pages(KV, self.dtype), prompts.prompts, job.workload
-        sampling = Sampling(job.group, load.response_tokens, job.run.temperature, prompts.eos)
-        own = load.trajectory_tokens - load.prompt_tokens
-        self._trajectories = Trajectories.begin(self._model, every, sampling, own, kv, job.rollout_tp)
-        return self._trajectories.turn([p for p in every for _ in range(job.group)], self._dice, self._version)
+        return self.sampler.decoding(prompts, self._unfinished and self._unfinished.take(), self._version)
 
     def _sent(self, rollout: Rollout) -> Rollout:
         losses = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -235,6 +206,7 @@ class RolloutEngine:
         """Of all turns of the step."""
         tokens, older, responses, seconds = (sum(column) for column in zip(*self._done, strict=True))
         found = {"response_tokens": tokens / responses, "rollout_tokens_per_s": tokens / max(seconds, 1e-9)}
+        found |= self.sampler.metrics()
         return found | ({"older_tokens": older / tokens} if self._unfinished else {})  # that other weights sampled
 
 
