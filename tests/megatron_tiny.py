@@ -1,4 +1,4 @@
-"""A rank of the Megatron model over one arena with an oracle's weights, and what a training step makes of it."""
+"""A rank of the Megatron model over one arena with an oracle's weights, what a training step makes of it; its plans."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_tiny import grpo_loss
+from runtime_tiny import tiny_plan
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -22,6 +23,7 @@ from rollplex.backends.megatron.weights import fill, gather
 from rollplex.backends.training.boundary import boundary_leaf
 from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.models import spec_from_config
+from rollplex.ir.plan import Plan
 from rollplex.ir.spec import Part
 
 Groups = Sequence[tuple[Prompt, list[Tensor]]]
@@ -133,3 +135,21 @@ def step(config: dict[str, Any], weights: Mapping[str, Tensor], dtype: torch.dty
         sum(float(gradients[p.name].double().square().sum()) for p in rank.counted),
         gather(rank.spec, rank.stored, everything, rank.group),
     )
+
+
+def megatron(tp: int) -> dict[str, Any]:
+    """The engine of a job's role."""
+    return {"engine": "megatron", "tensor_parallel": tp, "sequence_parallel": False}
+
+
+def megatron_plan(tp: int, **changes: Any) -> Plan:
+    """Megatron trains at this degree, the host engine rolls out; `changes` as of `tiny_plan`."""
+    rollout = {"engine": "host", "kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
+    base: dict[str, Any] = {
+        "model": {"dtype": "float64"},
+        "cluster": {"capacity_gib": "32 MiB", "gpus_per_node": tp},
+        "roles": {"actor": {"train": megatron(tp), "rollout": rollout}, "reference": {"score": megatron(tp)}},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5, "no_decay": ["*.bias", "*norm*", "*lm_head*"]},
+        "run": {"silent_s": 60},
+    }
+    return tiny_plan(**(base | changes))

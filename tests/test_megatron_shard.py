@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_megatron_run import megatron, plan_of
+from megatron_tiny import megatron_plan
 from torch import Tensor
 
 from rollplex.backends.facts import load_facts
@@ -20,7 +20,7 @@ from rollplex.ir.planned_job import job_of
 
 def written(tp: int) -> tuple[Shard, Tensor, dict[str, Tensor]]:
     """The shard of rollout rank 0 of 1, its memory with the slabs of all ranks, and what they were given."""
-    plan = plan_of(megatron(tp))
+    plan = megatron_plan(tp)
     job, layout = job_of(plan), plan.summary.layout
     rng = torch.Generator().manual_seed(0)
     weights = {t.name: torch.randn(t.shape, generator=rng) for t in job.spec.tensors()}
@@ -67,7 +67,7 @@ def test_what_is_rebuilt_has_the_engines_rows(tp: int) -> None:
 def test_the_exchange_sends_each_rank_its_own_slab(tp: int) -> None:
     """Row j of what is gathered is training rank j's parameter, part by part."""
     shard, snapshot, _ = written(tp)
-    plan = plan_of(megatron(tp))
+    plan = megatron_plan(tp)
     stored, spec = Stored.planned(plan.summary.layout), job_of(plan).spec
     gathered = [slabs for region in shard.regions for slabs in region.gathered(snapshot)]
     for j in range(tp):

@@ -12,11 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from megatron_tiny import megatron_plan
 from processes import children
 from runtime_threads import ROLLOUT, TRAIN, InThreads
 from runtime_tiny import luck, tight_plan, tiny_plan
-from test_megatron_run import megatron
-from test_megatron_run import plan_of as megatron_plan
 
 from rollplex.backends.publication import Publication, Stamp, Subscription
 from rollplex.ir.errors import EngineError
@@ -133,7 +132,7 @@ def test_weights_that_change_while_they_are_read_are_refused() -> None:
 
 
 def kills() -> dict[str, tuple[Plan, type[Step]]]:  # pyright: ignore[reportInvalidTypeForm]
-    host, two = tight_plan(), megatron_plan(megatron(2))
+    host, two = tight_plan(), megatron_plan(2)
     return {
         "between two chunks": (host, UpdateChunk),
         "before the barrier": (host, Barrier),

@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from megatron_tiny import megatron_plan
 from runtime_threads import TRAIN, InThreads
 from runtime_tiny import luck, tiny_plan
 
@@ -71,6 +72,16 @@ def trained(name: str, one_at_a_time: bool = False) -> dict[str, str]:
 def test_with_room_a_schedule_without_one_mechanism_trains_to_the_same_bits(mechanism: str) -> None:
     assert plan_of(mechanism, ROOM_KIB).not_executable == ()
     assert trained(mechanism) == trained("full")
+
+
+def test_megatron_trains_to_the_same_bits_with_states_resident_kv_kept_and_one_whole_chunk(tmp_path: Path) -> None:
+    """Three ablations at once, in processes; the fourth, a second copy of the weights, is the host trainer's alone."""
+    every = ("state_offload", "rollout_release", "chunked_optimizer")
+    plans = [megatron_plan(1, ablate=list(ablate)) for ablate in ((), every)]
+    runs = [run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / str(i)) for i, plan in enumerate(plans)]
+    assert runs[0].digests == runs[1].digests
+    refused = megatron_plan(1, ablate=["weight_sharing"]).not_executable
+    assert refused == ("a second copy of the weights: only the host trainer's lie as the rollout engine reads them",)
 
 
 def test_the_naive_schedule_trains_to_the_bits_of_the_full_one_that_takes_one_response_at_a_time() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.hf.precision import keep_double
+from rollplex.backends.training.placement import PREFIXES
 from rollplex.ir.job import Job
 
 Score = Callable[[list[int]], float]
@@ -202,12 +204,20 @@ class Textbook:
 
     def __post_init__(self) -> None:
         o = self.job.optimizer
+        for role in self.job.trained:
+            frozen = tuple(prefix for part in self.job.roles[role].freeze for prefix in PREFIXES[part])
+            for name, parameter in self.models[role].parameters.items():
+                parameter.requires_grad_(not name.startswith(frozen or ("no name",)))
         self.optimizers = {
-            role: torch.optim.AdamW(
-                self.models[role].parameters.values(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
-            )
-            for role in self.job.trained
+            role: torch.optim.AdamW(self._decayed(role), lr=o.lr, betas=o.betas, eps=o.eps) for role in self.job.trained
         }
+
+    def _decayed(self, role: str) -> list[dict[str, Any]]:
+        """Parameters that weight decay shrinks, and those that the job's patterns leave alone."""
+        o, named = self.job.optimizer, self.models[role].parameters
+        left = [n for n in named if any(fnmatch(n, pattern) for pattern in o.no_decay)]
+        groups = ([n for n in named if n not in left], o.weight_decay), (left, 0.0)
+        return [{"params": [named[n] for n in names], "weight_decay": decay} for names, decay in groups if names]
 
     def step(self, prompts: Any, rollouts: list[Any], histories: list[Any], score: Score) -> Step:
         """One step on what was sampled; `losses`, `norms` and `gradients` are then those of this step."""

@@ -1,0 +1,146 @@
+"""The combinations of trainer, degrees, layout and algorithm that one suite of contracts is run for.
+
+trainer   TP   DP   order    head    vocab    tower    clip   update   decays   dtype    saved     algorithm
+--------  ---  ---  -------  ------  -------  -------  -----  -------  -------  -------  --------  ---------
+host      1-1  1    stock    untied  264      trained  yes    whole    all      float64  host      gspo
+host      1-1  2    stock    tied    264      frozen   no     whole    all      float32  hbm       grpo
+host      1-1  2    stock    untied  264      trained  yes    shares   matrices float64  host      ppo
+host      1-1  2    stock    untied  264      trained  yes    shares   all      float64  dropped   reinforce_pp
+megatron  1-1  1    stock    tied    padded   trained  yes    whole    all      float64  dropped   grpo
+megatron  1-1  2    reindex  untied  padded   trained  no     shares   all      float32  host      rloo
+megatron  2-1  1    stock    untied  padded   frozen   no     whole    all      float64  host      grpo
+megatron  2-1  2    reindex  tied    padded   trained  yes    shares   all      float64  hbm       gspo
+megatron  2-2  1    stock    untied  as is    trained  yes    whole    all      float32  dropped   grpo
+megatron  4-2  1    stock    tied    padded   trained  yes    whole    matrices float64  host      grpo
+megatron  4-2  1    reindex  untied  padded   frozen   yes    whole    all      float32  hbm       dapo
+megatron  4-1  1    stock    untied  padded   trained  no     whole    all      float64  host      grpo
+
+Every value of every column is there, and every pair that meets in one mechanism: TP x order x case (1 where degrees are
+equal, 2 where training is cut finer, 3 for QKV in stock order), TP x DP x shares, tied x padded, frozen x clipping
+(whose norm leaves the tower out), shares x several trained roles, shares and TP x parameters that decay, dtype x TP.
+`reinforce_pp` mixes the prompts of all ranks, so it has no `streamed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from runtime_tiny import CONFIG, tiny_job
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from rollplex.ir.job import Job
+from rollplex.ir.loading import load_algorithm
+from rollplex.ir.plan import Plan
+from rollplex.passes.pipeline import compile_plan
+
+SCHEDULES = ("serial", "rollplex", "streamed")
+STEPS = 2
+BOUND = {"float64": 1e-10, "float32": 1e-5}
+AS_IS = 512
+"""A vocabulary that Megatron pads at no degree here."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A line of the table above."""
+
+    trainer: str
+    train: int = 1
+    rollout: int = 1
+    copies: int = 1
+    order: str = "stock"
+    tied: bool = False
+    vocab: int = 264
+    frozen: bool = False
+    clip: bool = True
+    shares: bool = False
+    matrices: bool = False
+    dtype: str = "float64"
+    saved: str = "host"
+    algorithm: str = "grpo"
+
+    def __str__(self) -> str:
+        degrees = f"{self.trainer} {self.train}-{self.rollout} x{self.copies} {self.order}"
+        named = {"tied": self.tied, "frozen": self.frozen, "unclipped": not self.clip, "shares": self.shares}
+        named |= {"matrices": self.matrices}
+        return " ".join([degrees, *(name for name, on in named.items() if on), self.dtype, self.saved, self.algorithm])
+
+    @property
+    def gpus(self) -> int:
+        return self.train * self.copies
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        return SCHEDULES[:2] if self.algorithm == "reinforce_pp" else SCHEDULES
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Two KV heads a rollout rank: with one its rows would lie as the trainer has them, whatever the order."""
+        heads = 2 if self.train == 1 else 4
+        return {**CONFIG, "num_key_value_heads": heads, "tie_word_embeddings": self.tied, "vocab_size": self.vocab}
+
+
+COMBINATIONS = (
+    Combination("host", algorithm="gspo"),
+    Combination("host", copies=2, tied=True, frozen=True, clip=False, dtype="float32", saved="hbm"),
+    Combination("host", copies=2, shares=True, matrices=True, algorithm="ppo"),
+    Combination("host", copies=2, shares=True, saved="dropped", algorithm="reinforce_pp"),
+    Combination("megatron", tied=True, saved="dropped"),
+    Combination("megatron", copies=2, order="reindex", clip=False, shares=True, dtype="float32", algorithm="rloo"),
+    Combination("megatron", 2, 1, frozen=True, clip=False),
+    Combination("megatron", 2, 1, copies=2, order="reindex", tied=True, shares=True, saved="hbm", algorithm="gspo"),
+    Combination("megatron", 2, 2, vocab=AS_IS, dtype="float32", saved="dropped"),
+    Combination("megatron", 4, 2, tied=True, matrices=True),
+    Combination("megatron", 4, 2, order="reindex", frozen=True, dtype="float32", saved="hbm", algorithm="dapo"),
+    Combination("megatron", 4, 1, clip=False),
+)
+
+
+@cache
+def weights(of: Combination) -> Path:
+    """Where training begins: transformers' model with weights large enough that every part matters."""
+    torch.manual_seed(0)
+    model: Any = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(dict(of.config)))
+    model.to(getattr(torch, of.dtype))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, dtype=p.dtype) * 0.15 + (1.0 if p.dim() == 1 and p.mean() > 0.5 else 0.0))
+    folder = Path(mkdtemp(prefix="rollplex-test-")) / "weights"
+    model.save_pretrained(folder)
+    return folder
+
+
+@cache
+def plan_of(of: Combination, schedule: str) -> Plan:
+    """Two steps, a checkpoint behind each: of the first one a test reads the moments, which are the gradient's."""
+    cut = {"sequence_parallel": False} if of.trainer == "megatron" else {}
+    train = {"engine": of.trainer, "tensor_parallel": of.train, "distributed_optimizer": of.shares, **cut}
+    rollout = {"engine": "host", "tensor_parallel": of.rollout, "kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
+    own = {"prefix_saved": of.saved, "recompute": "full" if of.saved == "dropped" else "none"}
+    actor = {"train": train, "rollout": rollout, **own, "freeze": ["vision"] if of.frozen else []}
+    scored = {"reference": {"score": {k: v for k, v in train.items() if k != "distributed_optimizer"}}}
+    others = {**({"critic": {"train": train}} if of.algorithm == "ppo" else {}), **scored}
+    job = tiny_job(
+        schedule=schedule,
+        layout={"order": of.order},
+        model={"dtype": of.dtype, "config": of.config},
+        cluster={"gpus_per_node": of.gpus, "capacity_gib": "64 MiB"},
+        workload={"prompts": 4, "response_tokens": 8},
+        optimizer={
+            "lr": 1e-2,
+            "eps": 1e-4,
+            "weight_decay": 0.1,
+            "clip_norm": 0.5 if of.clip else None,
+            "no_decay": ["*.bias", "*norm*"] if of.matrices else [],
+        },
+        algorithm={"longest": 8, "cache": 4} if of.algorithm == "dapo" else {},
+        run={"steps": STEPS, "checkpoint_every": 1, "weights": str(weights(of)), "silent_s": 60},
+    )
+    roles = {"actor": actor, **({} if of.algorithm in ("gspo", "dapo") else others)}
+    job = Job.model_validate({**job.model_dump(), "roles": roles})
+    return compile_plan(load_algorithm(f"examples/{of.algorithm}.py"), job)
