@@ -1,6 +1,6 @@
 """How long compiling takes: whole commands in fresh processes, and how it grows with graph and cluster.
 
-    python benchmarks/compile.py --repeat 5 --out benchmarks/results/compile.md
+    python -m benchmarks.compile --repeat 5 --out benchmarks/results/compile.md
 
 wall     a fresh process, imports included: median of n
 graph    k more terms in the loss, each with its own frozen role's score once it has one: exponent of seconds over k
@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.page import command, measured_with, table
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
 from rollplex.passes.pipeline import compile_plan
@@ -71,40 +70,36 @@ def exponent(points: list[tuple[float, float]]) -> float:
 
 def rows(repeat: int) -> list[str]:
     """The report, a line each."""
-    lines = ["", "| job | wall s, median | least | asked | verdict |", "| --- | --- | --- | --- | --- |"]
+    jobs = []
     for name, job, most in WALL:
         found = [wall_s(job) for _ in range(repeat)]
         seconds, fits = [s for s, _ in found], "fits" if found[0][1] == 0 else "does not fit"
-        lines.append(f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | <= {most:g} | {fits} |")
-    lines += ["", "| loss terms | graph nodes | s |", "| --- | --- | --- |"]
-    points = []
+        jobs.append((name, f"{statistics.median(seconds):.2f}", f"{min(seconds):.2f}", f"<= {most:g}", fits))
+    lines = ["", *table(("job", "wall s, median", "least", "asked", "verdict"), jobs)]
+    points, losses = [], []
     with tempfile.TemporaryDirectory() as folder:
         for k in TERMS:
             file = Path(folder) / f"terms{k}.py"
             file.write_text(with_terms(k))
             seconds, nodes = compile_s(file, NODE, repeat=repeat)
             points.append((float(nodes), seconds))
-            lines.append(f"| {k} | {nodes} | {seconds:.3f} |")
+            losses.append((str(k), str(nodes), f"{seconds:.3f}"))
+    lines += ["", *table(("loss terms", "graph nodes", "s"), losses)]
     lines += ["", f"seconds grow as nodes to the power {exponent(points):.2f} (at most 1 is asked)"]
-    lines += ["", "| GPUs | prompts | s |", "| --- | --- | --- |"]
-    spread = []
+    spread, clusters = [], []
     for gpus in GPUS:
         overrides = (f"cluster.nodes={gpus // 8}", f"workload.prompts={gpus}")
         seconds, _ = compile_s(ROOT / GRPO, NODE, *overrides, repeat=repeat)
         spread.append((float(gpus), seconds))
-        lines.append(f"| {gpus} | {gpus} | {seconds:.3f} |")
+        clusters.append((str(gpus), str(gpus), f"{seconds:.3f}"))
+    lines += ["", *table(("GPUs", "prompts", "s"), clusters)]
     return [*lines, "", f"seconds grow as GPUs to the power {exponent(spread):.2f} (0 is asked)"]
 
 
 def heading() -> list[str]:
     """Where and with what it was measured."""
-    packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "ortools", "pydantic", "networkx"))
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
-    return [
-        "# Compile time",
-        "",
-        f"`python benchmarks/compile.py`; Python {platform.python_version()}, {packages}; {machine}",
-    ]
+    measured = measured_with("torch", "ortools", "pydantic", "networkx")
+    return ["# Compile time", "", f"`{command()}`; {measured}"]
 
 
 def main() -> None:
