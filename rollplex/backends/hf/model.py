@@ -97,23 +97,23 @@ def set_recompute(model: HostModel, full: bool) -> None:
             module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
-def parse_quietly(config: Mapping[str, Any]) -> Any:
-    """A config.json dict as transformers reads it, defaults included, without its advice."""
+def parse_config(config: Mapping[str, Any], engine: str) -> Any:
+    """A Qwen2.5-VL's config.json dict as transformers reads it, defaults included; JobError for another model."""
+    if config.get("model_type") != "qwen2_5_vl":
+        raise JobError(
+            f"the {engine} backend runs model_type qwen2_5_vl, not {config.get('model_type')!r}",
+            hint="use a Qwen2.5-VL config.json; examples/shapes/model has a small one",
+        )
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # its advice on defaults is not for our users
     parsed = Qwen2_5_VLConfig.from_dict(dict(config))
     transformers_logging.set_verbosity(level)
     return parsed
 
 
 def parsed_config(config: Mapping[str, Any]) -> Any:
-    """A config.json dict of a model that this backend runs, as transformers reads it; JobError for any other."""
-    if config.get("model_type") != "qwen2_5_vl":
-        raise JobError(
-            f"the host backend runs model_type qwen2_5_vl, not {config.get('model_type')!r}",
-            hint="use a Qwen2.5-VL config.json; examples/shapes/model has a small one",
-        )
-    parsed = parse_quietly(config)
+    """The config of a model that the host backend runs; JobError for any other."""
+    parsed = parse_config(config, "host")
     if parsed.text_config.use_sliding_window or parsed.text_config.attention_dropout:
         raise JobError("the host backend has no sliding window and no attention dropout", hint="set both to 0 / false")
     return parsed

@@ -12,20 +12,15 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu, silu
 
-from rollplex.backends.hf.model import parse_quietly
+from rollplex.backends.hf.model import parse_config
 from rollplex.ir.errors import JobError, Problem
 
 _EPS_VISION = 1e-6  # transformers states it in code, not in the config
 
 
 def parse(config: Mapping[str, Any]) -> Any:
-    """A config.json dict as transformers reads it, defaults included; JobError for what this backend cannot run."""
-    if config.get("model_type") != "qwen2_5_vl":
-        raise JobError(
-            f"the megatron backend runs model_type qwen2_5_vl, not {config.get('model_type')!r}",
-            hint="use a Qwen2.5-VL config.json; examples/shapes/model has a small one",
-        )
-    parsed = parse_quietly(config)
+    """The config of a model that this backend runs; JobError for what it cannot."""
+    parsed = parse_config(config, "megatron")
     problems = list(_unable(parsed))
     if problems:
         raise JobError(*(Problem(f"the megatron backend has no {what}", hint=hint) for what, hint in problems))
