@@ -24,7 +24,6 @@ from rollplex.runtime.optimizer import (
     Workspace,
     allocate_workspace,
     clip_scale,
-    even_chunks,
     flat_layout,
     global_norm,
     overlaps,
@@ -140,7 +139,7 @@ def test_a_snapshot_view_of_any_shape_and_a_missing_one() -> None:
     assert torch.equal(param.detach().view(-1), state.master[:6].bfloat16())
     before = param.detach().clone()
     fill_grad(state, 1)
-    adam.step(even_chunks(9, 2), 1)
+    adam.step([(0, 5), (5, 9)], 1)
     assert not torch.equal(param.detach(), before)
     assert torch.equal(param.detach().view(-1), state.master[:6].bfloat16())
 
@@ -262,14 +261,6 @@ def test_clip_scale_never_enlarges() -> None:
     assert clip_scale(0.5, 1.0) == 1.0
     assert clip_scale(0.5, None) == 1.0
     assert clip_scale(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
-
-
-@given(numel=st.integers(0, 1000), count=st.integers(1, 50))
-def test_even_chunks_tile_the_elements(numel: int, count: int) -> None:
-    chunks = even_chunks(numel, count)
-    assert len(chunks) <= count
-    assert [i for start, stop in chunks for i in range(start, stop)] == list(range(numel))
-    assert len({stop - start for start, stop in chunks[:-1]}) <= 1
 
 
 @given(sizes=sizes_strategy, data=st.data())

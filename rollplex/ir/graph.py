@@ -7,7 +7,7 @@ infer-types, meta["type"].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -140,12 +140,6 @@ def ancestors(node: Node) -> frozenset[Node]:
                 found.add(parent)
                 queue.append(parent)
     return frozenset(found)
-
-
-def theta_dependent(graph: Graph, trained: Iterable[str] | None = None) -> frozenset[Node]:
-    """Nodes whose value depends on theta_k of a trained role (of any, if none is named), sampling included."""
-    names = set(updates(graph) if trained is None else trained)
-    return _reach(graph, lambda n: runs_model(n) and role(n) in names, lambda n: True)
 
 
 def attached(graph: Graph, trained: str | None = None) -> frozenset[Node]:

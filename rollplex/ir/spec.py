@@ -53,16 +53,6 @@ class VisionSpec:
     positions: int | None = None
     deepstack: tuple[int, ...] = ()
 
-    def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Patches (time, height, width) after padding frames and rounding sides as the processor does."""
-        unit = self.patch * self.merge
-        rows, columns = (max(1, round(side / unit)) * self.merge for side in (height, width))
-        return math.ceil(frames / self.temporal_patch), rows, columns
-
-    def visual_tokens(self, frames: int, height: int, width: int) -> int:
-        """Tokens that the language model sees for a video of this many frames and pixels."""
-        return math.prod(self.grid(frames, height, width)) // self.merge**2
-
     def max_visual_tokens(self, frames: int, max_pixels: int) -> int:
         """The most tokens a video can take when no frame exceeds `max_pixels` (the processor's bound)."""
         per_frame = max(1, max_pixels // (self.patch * self.merge) ** 2)

@@ -86,12 +86,6 @@ def flat_layout(sizes: Iterable[tuple[str, int]], decay: Callable[[str], bool] =
     return tuple(slabs)
 
 
-def even_chunks(numel: int, count: int) -> tuple[tuple[int, int], ...]:
-    """At most `count` element ranges [start, stop) that cover `numel`, equal but for the last one."""
-    size = max(-(-numel // count), 1)
-    return tuple((start, min(start + size, numel)) for start in range(0, numel, size))
-
-
 def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab]) -> float:
     """Sum of squares of the slabs of a flat gradient, in float64.
 
