@@ -61,6 +61,9 @@ class ThreadLink:
     def enter(self, iteration: int, index: int) -> None:
         self.on_step(self.process, self.program[index])
 
+    def stage(self, lane: str, text: str) -> None:
+        pass
+
     def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
         pass
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from leftovers import leftovers
 from processes import children
-from runtime_tiny import data_dir, luck, tiny_plan
+from runtime_tiny import data_dir, luck, tight_plan, tiny_plan
 
 from rollplex.ir.errors import EngineError, RunError
 from rollplex.ir.steps import Run
@@ -77,6 +77,31 @@ def test_a_killed_engine_is_named_with_its_step_and_nothing_is_left(
     report = json.loads((out / "report.json").read_text())
     assert report["steps_done"] == len((out / "metrics.jsonl").read_text().splitlines()) == 1
     assert report["ended"].startswith("EngineError: ")
+
+
+STORE = """
+import os, signal
+from rollplex.runtime.optimizer import ChunkedAdam
+
+def killed(self, work, start, stop):
+    if start:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store(self, work, start, stop)
+
+store, ChunkedAdam.store = ChunkedAdam.store, killed
+"""
+
+
+def test_who_is_killed_in_a_stage_of_the_update_is_told_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer dies in its lane `store`, at its second chunk, beside whatever its other lanes are at."""
+    (tmp_path / "sitecustomize.py").write_text(STORE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = r"train 0 \(pid \d+\) was killed by SIGKILL in step `update_chunk actor \d` \(.*store of chunk 1 of actor"
+    with pytest.raises(EngineError, match=told + r"\b.*\), window P3 update, iteration 0"):
+        run_plan(tight_plan(), hosts={"reward": luck}, out_dir=tmp_path / "run")
+    assert children() == []
 
 
 CONTROLLER = """

@@ -274,6 +274,19 @@ def test_an_error_in_a_stage_of_a_run_names_it_and_leaves_nothing_at_work(monkey
     run.close()
 
 
+def test_lanes_tell_what_they_begin_and_that_it_is_done() -> None:
+    """Each lane: its stage of chunk 0, nothing, its stage of chunk 1, nothing; never two stages at a time."""
+    slabs, state = flat_layout(named([10])), fresh_state(10, torch.float32)
+    fill_grad(state, 0)
+    told: list[tuple[str, str]] = []
+    stream = stream_of(state, ChunkedAdam(CONFIG, slabs, state, {}), 5, 2)
+    stream.lanes = ThreadLanes(UPDATE, 20, lambda lane, text: told.append((lane, text)))
+    drive(stream)
+    for stage in STAGES:
+        own = [text for lane, text in told if lane == stage]
+        assert own == [f"{stage} of chunk 0 of actor", "", f"{stage} of chunk 1 of actor", ""]
+
+
 def test_the_cast_goes_straight_into_the_snapshot() -> None:
     """Storing a chunk allocates nothing: no copy of the weights stands between master and shared pages."""
     state, snapshot = fresh_state(1000, torch.float32), {"p0": torch.zeros(1000, dtype=torch.bfloat16)}

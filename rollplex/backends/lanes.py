@@ -74,11 +74,12 @@ class Lanes(Protocol):
 class ThreadLanes:
     """`Lanes` of a host: `own` runs in the thread that calls, every other lane in a thread of its own.
 
-    Threads are daemons: one that hangs does not keep the process from ending.
+    Threads are daemons: one that hangs does not keep the process from ending. `tell(lane, text)` hears what a lane
+    begins, in the lane's thread, and an empty text when it is done.
     """
 
-    def __init__(self, own: str, patience_s: float) -> None:
-        self._own, self._patience_s = own, patience_s
+    def __init__(self, own: str, patience_s: float, tell: Callable[[str, str], None] = lambda lane, text: None) -> None:
+        self._own, self._patience_s, self._tell = own, patience_s, tell
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._last: dict[str, Event] = {}
         self._spans: list[LaneSpan] = []
@@ -124,9 +125,11 @@ class ThreadLanes:
         """The work, or the error of what it waits for; the event is over in any case, and knows no others any more."""
         try:
             self.wait(event.after)
+            self._tell(lane, event.text)
             start_ns = time.monotonic_ns()
             event.failed = _done(event.text, work)
             self._spans.append(LaneSpan(lane, event.text, start_ns, time.monotonic_ns()))
+            self._tell(lane, "")
         except EngineError as err:
             event.failed = err
         self._failed = self._failed or event.failed

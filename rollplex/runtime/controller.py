@@ -52,6 +52,7 @@ from rollplex.runtime.protocol import (
     Ready,
     Release,
     Signalled,
+    Stage,
     Stop,
 )
 from rollplex.runtime.spans import Timeline
@@ -139,6 +140,9 @@ class Controller:
     def enter(self, iteration: int, index: int) -> None:
         self._entered(CONTROLLER, iteration, index)
 
+    def stage(self, lane: str, text: str) -> None:
+        self.timeline.stage(CONTROLLER, lane, text)
+
     def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
         self._at_work.pop(CONTROLLER, None)
         self.timeline.leave(CONTROLLER, iteration, index, start_ns, stop_ns)
@@ -169,11 +173,13 @@ class Controller:
 
     def _handle(self, member: Member, message: Message | Gone, fds: list[int]) -> None:
         process = member.process
-        if not isinstance(message, Signalled | Exported | Arrived):
+        if not isinstance(message, Signalled | Exported | Arrived | Stage):
             self._at_work.pop(process, None)
         match message:
             case Entered(iteration, index):
                 self._entered(process, iteration, index)
+            case Stage(lane, text):
+                self.timeline.stage(process, lane, text)
             case Left(iteration, index, start_ns, stop_ns):
                 self.timeline.leave(process, iteration, index, start_ns, stop_ns)
             case Signalled(event, values):

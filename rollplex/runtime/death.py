@@ -27,10 +27,12 @@ _WHY = {
 
 
 def place(process: ProcessId, timeline: Timeline) -> str:
-    """`run generate rollout mb 0, window P1 decode, iteration 3`, or that it was still starting."""
+    """`in step .., window P1 decode, iteration 3`, with stages of chunks at work, or that it was still starting."""
     if process in timeline.current:
         iteration, step = timeline.current[process]
-        return f"in step `{describe(step)}`, window {step.window}, iteration {iteration}"
+        stages = ", ".join(timeline.lanes.get(process, {}).values())
+        at_work = f" ({stages})" if stages else ""
+        return f"in step `{describe(step)}`{at_work}, window {step.window}, iteration {iteration}"
     if process in timeline.finished:
         return f"after iteration {timeline.finished[process]}"
     return "while it was starting"

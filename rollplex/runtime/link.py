@@ -20,7 +20,7 @@ from rollplex.ir.errors import EngineError
 from rollplex.runtime import protocol
 from rollplex.runtime.channel import Channel, Closed
 from rollplex.runtime.patience import TICK_S, Silence
-from rollplex.runtime.protocol import Arrived, Deliver, Entered, Left, Message, Release, Signalled
+from rollplex.runtime.protocol import Arrived, Deliver, Entered, Left, Message, Release, Signalled, Stage
 
 ORPHANED = 70  # exit status of a process whose controller is gone
 
@@ -30,6 +30,10 @@ class Link(Protocol):
 
     def enter(self, iteration: int, index: int) -> None:
         """Step `index` begins."""
+        ...
+
+    def stage(self, lane: str, text: str) -> None:
+        """A lane beside the steps begins some work, or is done where there is no text; from any thread."""
         ...
 
     def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
@@ -76,6 +80,9 @@ class ChildLink:
 
     def enter(self, iteration: int, index: int) -> None:
         self.send(Entered(iteration, index))
+
+    def stage(self, lane: str, text: str) -> None:
+        self.send(Stage(lane, text))
 
     def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
         self.send(Left(iteration, index, start_ns, stop_ns))

@@ -1,10 +1,11 @@
 """What the controller and an engine process say to each other, as typed messages over a `Channel`.
 
-    engine -> controller   Exported + fds   Ready   Entered, Left   Signalled   Arrived   Finished   Answer   Failed
-    controller -> engine   Assign + fds   Adopt + fds   Begin     Deliver     Release              Ask     Stop
+    engine -> controller   Exported + fds   Ready   Entered, Stage, Left   Signalled   Arrived   Finished   Answer
+                           Failed
+    controller -> engine   Assign + fds   Adopt + fds   Begin     Deliver     Release     Ask     Stop
 
-A life: Assign, (Exported, Adopt)*, Ready, then for every iteration Begin, (Entered, Left | Signalled | Deliver |
-Arrived, Release)*, Finished; Ask and Answer between iterations; Stop. Failed may come instead of anything.
+A life: Assign, (Exported, Adopt)*, Ready, then for every iteration Begin, (Entered, Stage*, Left | Signalled |
+Deliver | Arrived, Release)*, Finished; Ask and Answer between iterations; Stop. Failed may come instead of anything.
 
 Messages are pickled: both ends are our own processes of one version, over a socket pair that has no name and that
 nobody else can open. A plan comes from outside: it travels as parsed JSON and is validated again where it arrives.
@@ -84,6 +85,14 @@ class Entered:
 
     iteration: int
     index: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Work beside the steps: a lane begins what `text` says, or is done where it is empty."""
+
+    lane: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -167,8 +176,8 @@ class Stop:
 
 
 Message = (
-    Assign | Exported | Adopt | Ready | Begin | Entered | Left | Signalled | Deliver | Arrived | Release | Finished
-    | Ask | Answer | Failed | Stop
+    Assign | Exported | Adopt | Ready | Begin | Entered | Stage | Left | Signalled | Deliver | Arrived | Release
+    | Finished | Ask | Answer | Failed | Stop
 )  # fmt: skip
 
 

@@ -26,11 +26,14 @@ class Span:
 
 @dataclass
 class Timeline:
-    """Spans not yet taken; the step each process is in (between steps: was in last), its last complete iteration."""
+    """Spans not yet taken; the step each process is in (between steps: was in last) with what its lanes are at, and its
+    last complete iteration.
+    """
 
     programs: Mapping[ProcessId, Sequence[Step]]
     spans: list[Span] = field(default_factory=list)
     current: dict[ProcessId, tuple[int, Step]] = field(default_factory=dict)
+    lanes: dict[ProcessId, dict[str, str]] = field(default_factory=dict)
     finished: dict[ProcessId, int] = field(default_factory=dict)
 
     def enter(self, process: ProcessId, iteration: int, index: int) -> Step:
@@ -38,6 +41,13 @@ class Timeline:
         step = self.programs[process][index]
         self.current[process] = (iteration, step)
         return step
+
+    def stage(self, process: ProcessId, lane: str, text: str) -> None:
+        """A lane of a process begins some work, or is done where there is no text."""
+        at_work = self.lanes.setdefault(process, {})
+        at_work.pop(lane, None)
+        if text:
+            at_work[lane] = text
 
     def leave(self, process: ProcessId, iteration: int, index: int, start_ns: int, stop_ns: int) -> Span:
         """The step is done."""

@@ -46,7 +46,8 @@ def engine_state(process: ProcessId, plan: Plan, job: Job, link: Link, engine: E
     there = {o.name for o in plan.summary.objects if o.start == "hbm" and process.kind in (o.process, *o.readers)}
     program, options = plan.programs[process.kind], job.optimizer
     updates = {
-        role: StreamedUpdate(options, trained, program, job.run.silent_s) for role, trained in engine.trained().items()
+        role: StreamedUpdate(options, trained, program, job.run.silent_s, link.stage)
+        for role, trained in engine.trained().items()
     }
     return ProcessState(process, program, link, engine, engine, updates, produced=there)
 

@@ -10,7 +10,7 @@ stored (stream.py): the chunks of the program are known from the start. The last
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -36,11 +36,17 @@ from rollplex.runtime.stream import UPDATE, ChunkStream, in_place, ring
 class StreamedUpdate:
     """The optimizer of one role on one rank; `steps` counts updates, `metrics` are those of the last one.
 
-    `program` has the chunks of the role; a stage of one that hangs is given up after `patience_s`.
+    `program` has the chunks of the role; a stage of one that hangs is given up after `patience_s`. `tell` hears which
+    stage of which chunk a lane begins, and an empty text when it is done.
     """
 
     def __init__(
-        self, options: Optimizer, trained: TrainedState, program: Iterable[Step], patience_s: float = 60.0
+        self,
+        options: Optimizer,
+        trained: TrainedState,
+        program: Iterable[Step],
+        patience_s: float = 60.0,
+        tell: Callable[[str, str], None] = lambda lane, text: None,
     ) -> None:
         self.options = options
         self.trained = trained
@@ -52,7 +58,7 @@ class StreamedUpdate:
         self.spans: tuple[LaneSpan, ...] = ()
         own = (step for step in program if isinstance(step, UpdateChunk) and step.role == trained.role)
         self._chunks = [self._clipped(step) for step in own]
-        self._patience_s = patience_s
+        self._patience_s, self._tell = patience_s, tell
         self._scale = 1.0
         self._stream: ChunkStream | None = None
         self._covered: list[tuple[int, int]] = []
@@ -138,7 +144,7 @@ class StreamedUpdate:
         config = AdamConfig(options.lr, options.betas, options.eps, options.weight_decay, decoupled)
         adam = ChunkedAdam(config, self.slabs, state, self._snapshot)
         streamed = ring(self._chunks, options.in_flight, self.trained.dtype) if step.streams else None
-        lanes = ThreadLanes(UPDATE, self._patience_s)
+        lanes = ThreadLanes(UPDATE, self._patience_s, self._tell)
         return ChunkStream(
             adam, self._chunks, streamed or in_place(state, self._chunks), lanes, self.steps, self._scale,
             self.trained.role,
