@@ -45,11 +45,12 @@ def cells(plan: Plan) -> list[Cell]:
 
 
 def _steps(plan: Plan) -> Iterator[Cell]:
-    """A process that waits is not at work: nothing limits how long it waits, so it cannot hang there."""
+    """Nothing limits how long a process waits, so it cannot hang there; the controller works in its tasks alone."""
     for kind in KINDS:
         for label, index in _by_label(plan.programs[kind]).items():
-            waits = isinstance(plan.programs[kind][index], Wait | Barrier)
-            for fault in ("SIGKILL", "SIGSTOP", "exception") if waits else ("SIGKILL", "SIGSTOP", "exception", "hang"):
+            step = plan.programs[kind][index]
+            works = isinstance(step, Run) if kind == "controller" else not isinstance(step, Wait | Barrier)
+            for fault in ("SIGKILL", "SIGSTOP", "exception", *(["hang"] if works else [])):
                 yield Cell(kind, label, fault, index)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rollplex.ir.steps import Step
 from rollplex.runtime import executor
+from rollplex.runtime.background import BackgroundTasks
 from rollplex.runtime.state import ProcessState
 
 PLACE = Path(os.environ["ROLLPLEX_FAULT"])
@@ -24,18 +25,23 @@ def struck(state: ProcessState, step: Step) -> None:
     fault = json.loads(PLACE.read_text() or "{}")
     here = fault and (state.process.kind, state.iteration) == (fault["kind"], fault["iteration"])
     if here and state.program[fault["index"]] is step:
-        strike(fault["fault"])
+        strike(fault["fault"], state)
     _execute(state, step)
 
 
-def strike(fault: str) -> None:
-    """SIGKILL, SIGSTOP, an exception, or a step that does not end; when it came is left beside the file."""
+def strike(fault: str, state: ProcessState) -> None:
+    """SIGKILL, SIGSTOP, an exception, or a step that does not end; when it came is left beside the file.
+
+    The controller's own work, data and the user's functions, is where it may hang, and that runs in the background.
+    """
     PLACE.with_suffix(".hit").write_text(str(time.monotonic()))
     match fault:
         case "SIGKILL" | "SIGSTOP":
             os.kill(os.getpid(), getattr(signal, fault))
         case "exception":
             raise ArithmeticError("a fault was injected here")
+        case "hang" if isinstance(state.tasks, BackgroundTasks):
+            state.tasks._tasks.run = lambda step, inputs: time.sleep(3600) or {}
         case "hang":
             time.sleep(3600)
 
