@@ -102,3 +102,12 @@ def test_an_event_of_several_ranks_is_signalled_when_the_last_has_said_its_part(
         events.signal(ranks[2], "rollout", {"part": 2})
     assert list(events.signal(ranks[1], "rollout", {"part": 1}).items()) == [(r, {"part": r.rank}) for r in ranks]
     assert "rollout" in events.signalled
+
+
+def test_who_is_on_the_way_has_not_arrived() -> None:
+    first, second = ProcessId("train", 0), ProcessId("rollout", 0)
+    barriers = Barriers([first, second], ["rollout-complete"])
+    barriers.arrive(first, "rollout-complete")
+    assert barriers.arrived == {first}
+    barriers.arrive(second, "rollout-complete")
+    assert barriers.arrived == frozenset()

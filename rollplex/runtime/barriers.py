@@ -40,6 +40,11 @@ class Barriers:
         """Who has yet to arrive at the next barrier."""
         return tuple(sorted(self.processes - self._arrived))
 
+    @property
+    def arrived(self) -> frozenset[ProcessId]:
+        """Who waits at the next barrier."""
+        return frozenset(self._arrived)
+
     def begin(self) -> None:
         """A new iteration; only after the last barrier of the one before."""
         assert self._next in (0, len(self.order)), f"an iteration begins before {self.expected}"

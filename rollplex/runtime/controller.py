@@ -253,18 +253,20 @@ class Controller:
 
         A process that has not entered a step of this iteration is on the way; one that has reported is not.
         """
-        waiting = {process: step for process, (_, step) in self.timeline.current.items() if self._blocked(step)}
+        current = self.timeline.current
+        waiting = {process: step for process, (_, step) in current.items() if self._blocked(process, step)}
         on_the_way = self.crew.members.keys() - waiting.keys() - self.reports.keys()
         if CONTROLLER in waiting and not on_the_way:
             who = "; ".join(f"{process} in `{describe(step)}`" for process, step in sorted(waiting.items()))
             hint = "verify the plan with `rollplex verify`: a signal is missing, or barriers are crossed"
             raise EngineError(f"no process can go on: {who}", where="deadlock", hint=hint)
 
-    def _blocked(self, step: Step) -> bool:
+    def _blocked(self, process: ProcessId, step: Step) -> bool:
+        """Whether only others can end the step; one that was stopped on its way to a barrier has not arrived there."""
         match step:
             case Wait(event=event):
                 return event not in self._events.signalled
             case Barrier(name=name):
-                return name == self._barriers.expected
+                return name == self._barriers.expected and process in self._barriers.arrived
             case _:
                 return False

@@ -145,6 +145,7 @@ class _Run:
             self._write()
             return result
         except BaseException as err:
+            checkpoint.clear_partial(self.out_dir)  # engines wrote on until they were gone
             self.report.ended = f"{type(err).__name__}: {err}".splitlines()[0]
             if controller is not None:
                 with suppress(OSError):  # a full disk must not hide why the run ended
