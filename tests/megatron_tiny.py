@@ -42,6 +42,7 @@ class Case:
     recompute: bool = False
     size: int = 100  # responses of a part
     frozen: tuple[Part, ...] = ()
+    sequence: bool = False
 
     def saved(self) -> SavedPolicy:
         """A fresh policy, with a slot of the pool where one is needed."""
@@ -65,7 +66,7 @@ def make_rank(
         part: torch.full((memory.numel([p for p in order if p.part == part], slabs[part]),), float("nan"), dtype=dtype)
         for part in PARTS
     }
-    rank = MegatronModel(spec, dtype, pages, group, case.stored, slab, case.frozen)
+    rank = MegatronModel(spec, dtype, pages, group, case.stored, slab, case.frozen, case.sequence)
     fill(rank.order, rank.views, lambda p: weights[p.source].narrow(p.axis, p.start, p.stop - p.start))
     return rank, pages
 

@@ -37,6 +37,10 @@ CASES = {
     ),
     "dropped, one response at a time": Case(where="dropped", size=1),
     "frozen tower": Case(frozen=("vision",)),
+    "stretches of the tokens": Case(sequence=True),
+    "stretches, everything recomputed, [I, O], gate and up apart, in parts": Case(
+        CASE_2, "host", "full", recompute=True, size=3, sequence=True
+    ),
 }
 ODD = {**CONFIG, "text_config": {**CONFIG["text_config"], "vocab_size": 70}}  # 128 rows with padding
 

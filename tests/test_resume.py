@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 from processes import children
-from runtime_tiny import luck, tight_plan, tiny_plan
+from runtime_tiny import luck, tight_plan, tiny_job, tiny_plan
 
 from rollplex.ir.errors import EngineError, RunError
 from rollplex.ir.job import Job
+from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
+from rollplex.passes.pipeline import compile_plan
 from rollplex.runtime import checkpoint
 from rollplex.runtime.events import CheckpointWritten, Resumed, RunEvent, Started, StepEntered
 from rollplex.runtime.preflight import make_feed
@@ -36,19 +38,27 @@ pytestmark = pytest.mark.processes
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
 MEASURED = {"step_s", "rollout_tokens_per_s"}
 RUN = {"steps": 4, "checkpoint_every": 1, "silent_s": 60}
+CRITIC = "two copies, critic, shares, streamed"
+HOST: dict[str, Any] = {"engine": "host"}
 MEGATRON: dict[str, Any] = {"engine": "megatron", "tensor_parallel": 2, "sequence_parallel": False}
 ROLLS = {"engine": "host", "kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
 
 
 def plan_of(name: str, **run: Any) -> Plan:
+    """One rank; two copies of policy and critic that stream and share out their updates; those of a cut model."""
     run = RUN | run
     if name == "TP 1":
         return tight_plan(run=run)
-    if name == "DP 2":
-        roles = {"actor": {"train": {"engine": "host"}, "rollout": ROLLS}, "reference": {"score": {"engine": "host"}}}
-        return tiny_plan(cluster={"gpus_per_node": 2}, workload={"prompts": 4}, roles=roles, run=run)
-    roles = {"actor": {"train": MEGATRON, "rollout": ROLLS}, "reference": {"score": MEGATRON}}
-    return tiny_plan(cluster={"gpus_per_node": 2, "capacity_gib": "32 MiB"}, roles=roles, run=run)
+    shares: dict[str, Any] = {"distributed_optimizer": True}
+    if name == CRITIC:
+        roles = {"actor": {"train": HOST | shares, "rollout": ROLLS}, "reference": {"score": HOST}}
+        job = tiny_job(cluster={"gpus_per_node": 2}, workload={"prompts": 4}, schedule="streamed", run=run)
+        roles |= {"critic": {"train": HOST | shares}}
+        job = Job.model_validate({**job.model_dump(), "roles": roles})
+        return compile_plan(load_algorithm("examples/ppo.py"), job)
+    roles = {"actor": {"train": MEGATRON | shares, "rollout": ROLLS}, "reference": {"score": MEGATRON}}
+    cluster = {"gpus_per_node": 4, "capacity_gib": "32 MiB"}
+    return tiny_plan(cluster=cluster, workload={"prompts": 4}, roles=roles, run=run)
 
 
 @cache
@@ -95,7 +105,12 @@ def assert_same(result: RunResult, reference: RunResult) -> None:
     assert (result.final / "model.safetensors").read_bytes() == (reference.final / "model.safetensors").read_bytes()
 
 
-CASES = [("TP 1", ROLLOUT, "P1"), ("TP 1", TRAIN, "P3"), ("DP 2", ProcessId("train", 1), "P2"), ("TP 2", TRAIN, "P3")]
+CASES = [
+    ("TP 1", ROLLOUT, "P1"),
+    ("TP 1", TRAIN, "P3"),
+    (CRITIC, ProcessId("train", 1), "P1 stream"),
+    ("TP 2, DP 2, shares", ProcessId("train", 3), "P3"),
+]
 
 
 @pytest.mark.parametrize(("name", "victim", "phase"), CASES)

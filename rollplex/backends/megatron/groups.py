@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -26,7 +27,12 @@ Group = Any  # a torch.distributed.ProcessGroup, or Alone
 
 
 def start_alone() -> None:
-    """Start torch.distributed with this process only, unless it runs: Megatron drops every group while it does not."""
+    """Start torch.distributed with this process only, unless it runs: Megatron drops every group while it does not.
+
+    It allocates on the current CUDA device, whatever it is told: where there is none, that is the CPU.
+    """
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: "cpu"  # pyright: ignore[reportAttributeAccessIssue]
     if not dist.is_initialized():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)

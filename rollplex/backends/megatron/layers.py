@@ -21,18 +21,20 @@ _Layer: Any = TransformerLayerSubmodules  # Megatron's annotations are narrower 
 _Heads: Any = SelfAttentionSubmodules
 
 
-def layer_spec(attention: type, core: type, proj: type, fc1: type, fc2: type) -> ModuleSpec:
+def layer_spec(
+    attention: type, core: type, proj: type, fc1: type, fc2: type, norm: Any = WrappedTorchNorm
+) -> ModuleSpec:
     """A layer of these modules; QKV is always one column-parallel linear."""
     heads = _Heads(linear_qkv=ColumnParallelLinear, core_attention=core, linear_proj=proj)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=_Layer(
-            input_layernorm=WrappedTorchNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=heads
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
             mlp_bda=get_bias_dropout_add,
         ),

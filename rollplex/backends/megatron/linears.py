@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from torch import Tensor, nn
 
 
@@ -30,10 +31,19 @@ class SplitGateUp(nn.Module):
     def __init__(self, input_size: int, output_size: int, *, config: Any, bias: bool, tp_group: Any, **_: Any) -> None:
         super().__init__()
         rows = output_size // 2 // tp_group.size()
-        self.tp_group = tp_group
+        self.tp_group, self.sequence_parallel = tp_group, config.sequence_parallel
         self.gate = nn.Linear(input_size, rows, bias=bias, dtype=config.params_dtype)
         self.up = nn.Linear(input_size, rows, bias=bias, dtype=config.params_dtype)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        if self.sequence_parallel:
+            return torch.cat([self._of_stretches(hidden, part) for part in (self.gate, self.up)], dim=-1), None
         hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         return torch.cat([self.gate(hidden), self.up(hidden)], dim=-1), None
+
+    def _of_stretches(self, hidden: Tensor, part: nn.Linear) -> Tensor:
+        """Gathers the tokens, and keeps the rank's stretch alone for the backward."""
+        return linear_with_grad_accumulation_and_async_allreduce(
+            hidden, part.weight, part.bias, gradient_accumulation_fusion=False, allreduce_dgrad=False,
+            sequence_parallel=True, tp_group=self.tp_group,
+        )  # fmt: skip

@@ -6,8 +6,6 @@ bind(model, views)                                            every parameter is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from rollplex.backends.data.prompts import Prompt
+from rollplex.backends.megatron import sequence
 from rollplex.backends.megatron.attention import SharedPrefixAttention
 from rollplex.backends.megatron.groups import Alone, Group, groups_of, start_alone
 from rollplex.backends.megatron.layers import layer_spec, run_layers
@@ -31,14 +30,20 @@ from rollplex.ir.spec import ModelSpec
 
 
 class MegatronQwen(nn.Module):
-    """The tower and the language model of one rank; hidden states are [tokens, 1, hidden], the same on every rank."""
+    """The tower and the language model of one rank; hidden states are [tokens, 1, hidden], the same on every rank.
 
-    def __init__(self, parsed: Any, padded_vocab: int, dtype: torch.dtype, group: Group, stored: Stored) -> None:
+    With `sequence` those between the language model's cut linears are the rank's stretch of the tokens (sequence.py).
+    """
+
+    def __init__(
+        self, parsed: Any, padded_vocab: int, dtype: torch.dtype, group: Group, stored: Stored, sequence: bool
+    ) -> None:
         super().__init__()
+        self.sequence = sequence
         self.parsed = parsed
         self.group = group
         self.dtype = dtype
-        self.language = _language(parsed, padded_vocab, dtype, group, stored)
+        self.language = _language(parsed, padded_vocab, dtype, group, stored, sequence)
         self.vision = Tower(parsed, dtype)
 
     @property
@@ -61,14 +66,25 @@ class MegatronQwen(nn.Module):
         return hidden.masked_scatter((ids == pad)[:, None, None], features)
 
     def angles(self, positions: Tensor) -> Tensor:
-        """Rotary angles of mrope positions [3, tokens]."""
+        """Rotary angles of mrope positions [3, tokens]; some more for the padding of stretches."""
+        if self.sequence:
+            positions = sequence.stretched(positions, self.group)
         return self.language.rotary_pos_emb(positions[:, None], self.language.mrope_section)
 
-    def decode(self, hidden: Tensor, positions: Tensor, mask: Any, recompute: bool = False) -> Tensor:
+    def scattered(self, hidden: Tensor) -> Tensor:
+        """Hidden states as the language layers take them."""
+        return sequence.scattered(hidden, self.group) if self.sequence else hidden
+
+    def attending(self, io: Any, tokens: int) -> Any:
+        """What attention does, without the padding of stretches."""
+        return sequence.Unpadded(io, tokens) if self.sequence and sequence.padding(tokens, self.group) else io
+
+    def decode(self, hidden: Tensor, positions: Tensor, io: Any, recompute: bool = False) -> Tensor:
         """All language layers and the final norm."""
-        masks = [mask] * len(self.layers)
-        hidden = run_layers(self.layers, hidden, masks, self.angles(positions), recompute)
-        return self.language.decoder.final_layernorm(hidden)
+        tokens, masks = len(hidden), [self.attending(io, len(hidden))] * len(self.layers)
+        hidden = run_layers(self.layers, self.scattered(hidden), masks, self.angles(positions), recompute)
+        hidden = self.language.decoder.final_layernorm(hidden)
+        return sequence.gathered(hidden, tokens, self.group) if self.sequence else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's columns of the logits [tokens, padded vocabulary / tp]; they are never gathered."""
@@ -77,7 +93,11 @@ class MegatronQwen(nn.Module):
 
 
 def build_model(
-    spec: ModelSpec, dtype: torch.dtype, group: Group | None = None, stored: Stored | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    group: Group | None = None,
+    stored: Stored | None = None,
+    sequence_parallel: bool = False,
 ) -> MegatronQwen:
     """One rank's model from the config.json that `spec` was read from, every parameter on the meta device in `dtype`.
 
@@ -85,9 +105,9 @@ def build_model(
     """
     start_alone()
     parsed, tp = parse(spec.config), group or Alone()
-    vocab = _cut(spec, tp.size())
-    with torch.device("meta"), _cpu_where_there_is_no_gpu():
-        model = MegatronQwen(parsed, vocab, dtype, tp, stored or Stored())
+    vocab, cut = _cut(spec, tp.size()), sequence_parallel and tp.size() > 1
+    with torch.device("meta"):
+        model = MegatronQwen(parsed, vocab, dtype, tp, stored or Stored(), cut)
     for module in model.modules():
         for leaf, old in module._parameters.items():
             if old is not None:  # norms ignore the dtype they are told
@@ -109,15 +129,15 @@ def _cut(spec: ModelSpec, tp: int) -> int:
     return spec.padded_vocab(tp)
 
 
-def _language(parsed: Any, padded_vocab: int, dtype: torch.dtype, group: Group, stored: Stored) -> Any:
+def _language(parsed: Any, padded_vocab: int, dtype: torch.dtype, group: Group, stored: Stored, stretches: bool) -> Any:
     proj, fc2 = (TransposedRowParallel if k in stored.transposed else RowParallelLinear for k in ("o", "down"))
     fc1 = SplitGateUp if stored.split_gate_up else ColumnParallelLinear
-    spec = layer_spec(SelfAttention, SharedPrefixAttention, proj, fc1, fc2)
+    norm: Any = sequence.norm(group) if stretches else WrappedTorchNorm
+    spec = layer_spec(SelfAttention, SharedPrefixAttention, proj, fc1, fc2, norm)
     text = parsed.text_config
-    norm: Any = WrappedTorchNorm
     block: Any = TransformerBlockSubmodules([spec] * text.num_hidden_layers, norm)
-    return GPTModel(
-        language_settings(parsed, dtype, group.size()),
+    made = GPTModel(
+        language_settings(parsed, dtype, group.size(), stretches),
         block,
         vocab_size=padded_vocab,
         max_sequence_length=text.max_position_embeddings,
@@ -125,16 +145,10 @@ def _language(parsed: Any, padded_vocab: int, dtype: torch.dtype, group: Group, 
         position_embedding_type="mrope",
         rotary_base=text.rope_parameters["rope_theta"],
         pg_collection=groups_of(group),
+        scatter_embedding_sequence_parallel=False,  # vision features take their places first
     )
-
-
-@contextmanager
-def _cpu_where_there_is_no_gpu() -> Iterator[None]:
-    """Megatron makes its rotary frequencies on the current CUDA device, whatever it is told."""
-    real: Any = torch.cuda.current_device
-    if not torch.cuda.is_available():
-        torch.cuda.current_device = lambda: "cpu"  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch.cuda.current_device = real
+    if stretches:
+        sequence.start()
+        head: Any = made.output_layer  # of hidden states that are whole again
+        head.sequence_parallel, head.allreduce_dgrad = False, True
+    return made

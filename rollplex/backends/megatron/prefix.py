@@ -7,6 +7,7 @@ prefix_backward(result, kv_grads)                                       language
 
 Hidden states are the same on every rank, and so are their gradients: Megatron reduces them behind every column-parallel
 linear. So norms and the tower get their whole gradient on each rank, and nothing of theirs is reduced afterwards.
+Where ranks have stretches of the tokens, their norms sum up what each adds.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def run_prefix(
 def _forward(model: MegatronQwen, prompt: Prompt, capture: Capture, recompute: bool) -> None:
     """Language layers over the prefix; of the last layer only keys and values are needed, so its rest is not run."""
     tokens = prompt.prefix_tokens
-    hidden = model.embed_prompt(prompt, tokens, recompute)
-    rotary = model.angles(prompt.position_ids[:, :tokens])
+    hidden = model.scattered(model.embed_prompt(prompt, tokens, recompute))
+    rotary, io = model.angles(prompt.position_ids[:, :tokens]), model.attending(capture, tokens)
     *layers, last = model.layers
-    hidden = run_layers(layers, hidden, [capture] * len(layers), rotary, recompute)
-    last.self_attention(last.input_layernorm(hidden), capture, rotary_pos_emb=rotary)
+    hidden = run_layers(layers, hidden, [io] * len(layers), rotary, recompute)
+    last.self_attention(last.input_layernorm(hidden), io, rotary_pos_emb=rotary)

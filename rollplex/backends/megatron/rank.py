@@ -48,12 +48,13 @@ class MegatronModel:
         stored: Stored | None = None,
         slab: Slab | None = None,
         frozen: Iterable[Part] = (),
+        sequence_parallel: bool = False,
     ) -> None:
         self.spec = spec
         self.group: Group = group or Alone()
         self.stored = stored or Stored()
         self.frozen = frozenset(frozen)
-        self.model = build_model(spec, dtype, self.group, self.stored)
+        self.model = build_model(spec, dtype, self.group, self.stored, sequence_parallel)
         self.order = parameters(self.spec, self.group.size(), self.group.rank(), self.stored)
         slabs = {"language": slab or Slab(), "vision": Slab()}
         self.views: dict[str, Tensor] = {}

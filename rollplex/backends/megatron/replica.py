@@ -48,6 +48,7 @@ class Replica:
             self._stored,
             Slab(seat.tp % job.q, job.q) if policy else Slab(),
             job.roles[role].freeze if policy else PARTS,
+            job.trainer(role).sequence_parallel,
         )  # fmt: skip
 
     @property

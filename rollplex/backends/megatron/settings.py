@@ -39,8 +39,8 @@ def _unable(parsed: Any) -> list[tuple[str, str]]:
     return [(what, hint) for wrong, what, hint in checks if wrong]
 
 
-def language_settings(parsed: Any, dtype: torch.dtype, tp: int) -> TransformerConfig:
-    """Settings of the decoder, cut over `tp` ranks."""
+def language_settings(parsed: Any, dtype: torch.dtype, tp: int, sequence_parallel: bool = False) -> TransformerConfig:
+    """Settings of the decoder, cut over `tp` ranks, between its cut linears along the sequence if asked."""
     text = parsed.text_config
     return TransformerConfig(
         num_layers=text.num_hidden_layers,
@@ -53,6 +53,7 @@ def language_settings(parsed: Any, dtype: torch.dtype, tp: int) -> TransformerCo
         add_qkv_bias=True,
         mrope_section=text.rope_parameters["mrope_section"],
         tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel,
         gated_linear_unit=True,
         activation_func=silu,
         **_common(dtype),
