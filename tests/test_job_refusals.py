@@ -298,7 +298,6 @@ def test_a_job_that_cannot_work_is_refused_before_anything_is_planned(case: str,
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ("{tensor_parallel: 2}", "no sequence parallelism on cpu\n    try: sequence_parallel: false"),
         (
             "{tensor_parallel: 4, sequence_parallel: false}",
             "no repeated KV heads on cpu: 4 ranks, 2 KV heads\n    try: at most 2",

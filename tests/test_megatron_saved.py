@@ -80,12 +80,13 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int, int] | N
 }
 
 
-def measured(shape: str, dtype: torch.dtype, recompute: str) -> dict[str, tuple[int, int]]:
+def measured(shape: str, dtype: torch.dtype, recompute: str, sequence: bool) -> dict[str, tuple[int, int]]:
     """Bytes that each kind of work takes on this rank, and those that it is planned with."""
     text, vision, grid, words = SHAPES[shape]
     config = {**CONFIG, "text_config": CONFIG["text_config"] | text, "vision_config": CONFIG["vision_config"] | vision}
     oracle, group = oracle_model(config, dtype), group_here()
-    rank, _ = make_rank(config, {n: p.detach() for n, p in oracle.named_parameters()}, dtype, group)
+    weights = {n: p.detach() for n, p in oracle.named_parameters()}
+    rank, _ = make_rank(config, weights, dtype, group, Case(sequence=sequence))
     rank.accumulate(torch.zeros(memory.numel(rank.trained), dtype=dtype))
     prompt = video_prompt(oracle, grid, words) if grid else text_prompt(2 * words)
     slot, responses = torch.zeros(rank.boundary_shape(prompt.prefix_tokens), dtype=dtype), responses_of([7] * 4)
@@ -102,7 +103,7 @@ def measured(shape: str, dtype: torch.dtype, recompute: str) -> dict[str, tuple[
     with LiveBytes() as backward:
         rank.prefix_backward(prefix, leaf.grad)
     work = Work(
-        rank.spec, group.size() if group else 1, dtype.itemsize, False, recompute == "full",
+        rank.spec, group.size() if group else 1, dtype.itemsize, sequence, recompute == "full",
         prompt.prefix_tokens + 1, prompt.patches, 4, 7, vision_grad=True, on_cpu=True,
     )  # fmt: skip
     return {
@@ -113,13 +114,13 @@ def measured(shape: str, dtype: torch.dtype, recompute: str) -> dict[str, tuple[
     }
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_measured_bytes_fit_their_formula(shape: str, recompute: str, tp: int) -> None:
+def test_measured_bytes_fit_their_formula(shape: str, recompute: str, tp: int, sequence: bool) -> None:
     """Upper bounds; the saved state, which has a slot of the pool for each prompt, is not much less."""
     for dtype in (torch.float32, torch.float64):
-        task = (shape, dtype, recompute)
+        task = (shape, dtype, recompute, sequence)
         for rank in [measured(*task)] if tp == 1 else ranks(tp).run(measured, *task):
             for name, (found, planned) in rank.items():
                 least = 0.6 if name == "saved" else 0.05

@@ -182,9 +182,6 @@ def _megatron_on_cpu(job: Job, path: KeyPath, section: Train) -> Iterator[Findin
     for key in ("pipeline_parallel", "context_parallel", "expert_parallel"):
         if getattr(section, key) != type(section).model_fields[key].default:
             yield Finding((*path, key), f"engine megatron has no {key} on cpu", "leave it out", (("cluster", "gpu"),))
-    if section.sequence_parallel and section.tensor_parallel > 1:
-        what = "engine megatron has no sequence parallelism on cpu"
-        yield Finding((*path, "sequence_parallel"), what, "sequence_parallel: false", (("cluster", "gpu"),))
     kv_heads = job.spec_of(str(path[1])).kv_heads
     if section.tensor_parallel > kv_heads:
         what = f"engine megatron has no repeated KV heads on cpu: {section.tensor_parallel} ranks, {kv_heads} KV heads"

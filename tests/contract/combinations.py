@@ -1,23 +1,24 @@
 """The combinations of trainer, degrees, layout and algorithm that one suite of contracts is run for.
 
-trainer   TP   DP   order    head    vocab    tower    clip   update   decays   dtype    saved     algorithm
---------  ---  ---  -------  ------  -------  -------  -----  -------  -------  -------  --------  ---------
-host      1-1  1    stock    untied  264      trained  yes    whole    all      float64  host      gspo
-host      1-1  2    stock    tied    264      frozen   no     whole    all      float32  hbm       grpo
-host      1-1  2    stock    untied  264      trained  yes    shares   matrices float64  host      ppo
-host      1-1  2    stock    untied  264      trained  yes    shares   all      float64  dropped   reinforce_pp
-megatron  1-1  1    stock    tied    padded   trained  yes    whole    all      float64  dropped   grpo
-megatron  1-1  2    reindex  untied  padded   trained  no     shares   all      float32  host      rloo
-megatron  2-1  1    stock    untied  padded   frozen   no     whole    all      float64  host      grpo
-megatron  2-1  2    reindex  tied    padded   trained  yes    shares   all      float64  hbm       gspo
-megatron  2-2  1    stock    untied  as is    trained  yes    whole    all      float32  dropped   grpo
-megatron  4-2  1    stock    tied    padded   trained  yes    whole    matrices float64  host      grpo
-megatron  4-2  1    reindex  untied  padded   frozen   yes    whole    all      float32  hbm       dapo
-megatron  4-1  1    stock    untied  padded   trained  no     whole    all      float64  host      grpo
+trainer   TP   cut     DP   order    head    vocab    tower    clip   update   decays   dtype    saved     algorithm
+--------  ---  ------  ---  -------  ------  -------  -------  -----  -------  -------  -------  --------  ---------
+host      1-1          1    stock    untied  264      trained  yes    whole    all      float64  host      gspo
+host      1-1          2    stock    tied    264      frozen   no     whole    all      float32  hbm       grpo
+host      1-1          2    stock    untied  264      trained  yes    shares   matrices float64  host      ppo
+host      1-1          2    stock    untied  264      trained  yes    shares   all      float64  dropped   reinforce_pp
+megatron  1-1          1    stock    tied    padded   trained  yes    whole    all      float64  dropped   grpo
+megatron  1-1          2    reindex  untied  padded   trained  no     shares   all      float32  host      rloo
+megatron  2-1          1    stock    untied  padded   frozen   no     whole    all      float64  host      grpo
+megatron  2-1  tokens  2    reindex  tied    padded   trained  yes    shares   all      float64  hbm       gspo
+megatron  2-2  tokens  1    stock    untied  as is    trained  yes    whole    all      float32  dropped   grpo
+megatron  4-2  tokens  1    stock    tied    padded   trained  yes    whole    matrices float64  host      grpo
+megatron  4-2          1    reindex  untied  padded   frozen   yes    whole    all      float32  hbm       dapo
+megatron  4-1          1    stock    untied  padded   trained  no     whole    all      float64  host      grpo
 
 Every value of every column is there, and every pair that meets in one mechanism: TP x order x case (1 where degrees are
 equal, 2 where training is cut finer, 3 for QKV in stock order), TP x DP x shares, tied x padded, frozen x clipping
-(whose norm leaves the tower out), shares x several trained roles, shares and TP x parameters that decay, dtype x TP.
+(whose norm leaves the tower out), shares x several trained roles, shares and TP x parameters that decay, dtype x TP,
+sequence parallelism (`cut: tokens`) x TP x recomputation x shares.
 `reinforce_pp` mixes the prompts of all ranks, so it has no `streamed`.
 """
 
@@ -59,6 +60,7 @@ class Combination:
     frozen: bool = False
     clip: bool = True
     shares: bool = False
+    tokens: bool = False
     matrices: bool = False
     dtype: str = "float64"
     saved: str = "host"
@@ -67,7 +69,7 @@ class Combination:
     def __str__(self) -> str:
         degrees = f"{self.trainer} {self.train}-{self.rollout} x{self.copies} {self.order}"
         named = {"tied": self.tied, "frozen": self.frozen, "unclipped": not self.clip, "shares": self.shares}
-        named |= {"matrices": self.matrices}
+        named |= {"tokens": self.tokens, "matrices": self.matrices}
         return " ".join([degrees, *(name for name, on in named.items() if on), self.dtype, self.saved, self.algorithm])
 
     @property
@@ -93,9 +95,11 @@ COMBINATIONS = (
     Combination("megatron", tied=True, saved="dropped"),
     Combination("megatron", copies=2, order="reindex", clip=False, shares=True, dtype="float32", algorithm="rloo"),
     Combination("megatron", 2, 1, frozen=True, clip=False),
-    Combination("megatron", 2, 1, copies=2, order="reindex", tied=True, shares=True, saved="hbm", algorithm="gspo"),
-    Combination("megatron", 2, 2, vocab=AS_IS, dtype="float32", saved="dropped"),
-    Combination("megatron", 4, 2, tied=True, matrices=True),
+    Combination(
+        "megatron", 2, 1, copies=2, order="reindex", tied=True, shares=True, tokens=True, saved="hbm", algorithm="gspo"
+    ),
+    Combination("megatron", 2, 2, vocab=AS_IS, tokens=True, dtype="float32", saved="dropped"),
+    Combination("megatron", 4, 2, tied=True, tokens=True, matrices=True),
     Combination("megatron", 4, 2, order="reindex", frozen=True, dtype="float32", saved="hbm", algorithm="dapo"),
     Combination("megatron", 4, 1, clip=False),
 )
@@ -118,7 +122,7 @@ def weights(of: Combination) -> Path:
 @cache
 def plan_of(of: Combination, schedule: str) -> Plan:
     """Two steps, a checkpoint behind each: of the first one a test reads the moments, which are the gradient's."""
-    cut = {"sequence_parallel": False} if of.trainer == "megatron" else {}
+    cut = {"sequence_parallel": of.tokens} if of.trainer == "megatron" else {}
     train = {"engine": of.trainer, "tensor_parallel": of.train, "distributed_optimizer": of.shares, **cut}
     rollout = {"engine": "host", "tensor_parallel": of.rollout, "kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
     own = {"prefix_saved": of.saved, "recompute": "full" if of.saved == "dropped" else "none"}

@@ -4,6 +4,7 @@ Saved of an attached prefix
 
 per token of a language layer on one of t ranks (bytes are elements x itemsize; `wide` = at least float32)
     norms        2 x (input, normalised [hidden, wide], scaled)                        2 wide + 2 hidden wide + 4 hidden
+                 cut by sequence parallelism, of 1 / t of the tokens, as is what recomputation keeps
     attention    the fused projection that holds the value; rotated query and key; output; log-sum-exp
                  cosine and sine, made again for query and for key                     4 head_dim
     mlp          gate and up, silu(gate), up + 0, product                              5 ffn / t
@@ -24,13 +25,15 @@ from rollplex.ir.work import Work
 
 def prefix_saved_bytes(work: Work) -> int:
     """Saved state of one attached prefix; with recompute only what checkpoints keep."""
-    s, tokens = work.spec, work.prompt_tokens
-    layer = s.hidden * work.itemsize if work.recompute else layer_saved_bytes(work)
+    s, tokens, stretch = work.spec, work.prompt_tokens, _stretch(work)
+    kept = tokens * _inside(work) + stretch * 2 * _norm(s.hidden, work.itemsize)
+    layer = stretch * s.hidden * work.itemsize if work.recompute else kept
+    last = tokens * _last_layer(work) + stretch * _norm(s.hidden, work.itemsize)
     tower = work.patches * _patch(work, s.vision) if s.vision and work.vision_grad else 0
     rotary = 2 * s.head_dim * max(work.itemsize, 4)
     depth = s.layers + (s.vision.depth if s.vision and work.vision_grad else 0)
     storages = depth + 2 * STORAGES_A_LAYER if work.recompute else STORAGES_A_LAYER * (depth + 1)
-    return tower + tokens * ((s.layers - 1) * layer + _last_layer(work) + rotary) + ALIGN * storages
+    return tower + (s.layers - 1) * layer + last + tokens * rotary + ALIGN * storages
 
 
 def prefix_workspace_bytes(work: Work, attached: bool) -> int:
@@ -52,12 +55,17 @@ def _wider(nbytes: int) -> int:
     return nbytes * 5 // 4
 
 
-def layer_saved_bytes(work: Work) -> int:
-    """Saved for the backward by one language layer, for one token."""
+def _stretch(work: Work) -> int:
+    """Tokens of a rank between the cut linears."""
+    return -(-work.prompt_tokens // work.tp) if work.sequence_parallel else work.prompt_tokens
+
+
+def _inside(work: Work) -> int:
+    """Saved for the backward by attention and MLP of one language layer, for one token."""
     s, e = work.spec, work.itemsize
     q, kv = s.heads * s.head_dim // work.tp, s.kv_heads_per_rank(work.tp) * s.head_dim
     attention = 3 * q + 3 * kv + s.heads // work.tp + 4 * s.head_dim
-    return 2 * _norm(s.hidden, e) + (attention + 5 * s.ffn // work.tp) * e
+    return (attention + 5 * s.ffn // work.tp) * e
 
 
 def _norm(width: int, itemsize: int) -> int:
@@ -66,10 +74,10 @@ def _norm(width: int, itemsize: int) -> int:
 
 
 def _last_layer(work: Work) -> int:
-    """One norm, the projections and the unused output projection's input; the vision mask's byte."""
+    """Beside its norm: the projections and the unused output projection's input; the vision mask's byte."""
     s, e = work.spec, work.itemsize
     q, kv = s.heads * s.head_dim // work.tp, s.kv_heads_per_rank(work.tp) * s.head_dim
-    return _norm(s.hidden, e) + (3 * q + 3 * kv + 4 * s.head_dim) * e + 1 + 8
+    return (3 * q + 3 * kv + 4 * s.head_dim) * e + 1 + 8
 
 
 def _patch(work: Work, v: VisionSpec) -> int:
