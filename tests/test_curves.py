@@ -59,37 +59,69 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.finished = False
+        self.finished: list[int] = []
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.append((step, metrics))
 
-    def finish(self) -> None:
-        self.finished = True
+    def finish(self, exit_code: int) -> None:
+        self.finished.append(exit_code)
 
 
-def test_a_project_gets_every_metric_and_a_resumed_run_is_the_same_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[dict[str, Any]] = []
-    run, module = FakeRun(), ModuleType("wandb")
+@pytest.fixture
+def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The package's place; a test says what `init` does."""
+    module = ModuleType("wandb")
     module.__spec__ = sys.__spec__
+    monkeypatch.setattr(module, "Error", type("Error", (Exception,), {}), raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_project_gets_every_metric_and_a_resumed_run_is_the_same_one(fake_wandb: Any, tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+    run = FakeRun()
 
     def init(**options: Any) -> FakeRun:
         asked.append(options)
         return run
 
-    monkeypatch.setattr(module, "init", init, raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    fake_wandb.init = init
     job = tiny_job(run={"wandb": "shapes"})
     with MetricsWriter(tmp_path, (), Wandb(job, tmp_path)) as writer:
         for i, row in enumerate(ROWS):
             writer.write(i, row)
-    assert (run.logged, run.finished) == (list(enumerate(ROWS)), True)
-    Wandb(job, tmp_path)
+    assert (run.logged, run.finished) == (list(enumerate(ROWS)), [0])
+    with pytest.raises(KeyError), MetricsWriter(tmp_path, (), Wandb(job, tmp_path)):
+        raise KeyError("what ends the run")
+    assert run.finished == [0, 1]
     assert asked[0] == asked[1]
     assert (asked[0]["project"], asked[0]["resume"], asked[0]["dir"]) == ("shapes", "allow", str(tmp_path))
     assert asked[0]["config"]["optimizer"]["lr"] == 1e-3
+
+
+def test_a_project_that_takes_no_run_is_told_with_what_to_try(fake_wandb: Any, tmp_path: Path) -> None:
+    def init(**options: Any) -> None:
+        raise fake_wandb.Error("No API key configured.")
+
+    fake_wandb.init = init
+    with pytest.raises(RunError, match=r"run\.wandb: .* does not take the run: No API key.*\n.*WANDB_MODE=offline"):
+        Wandb(tiny_job(run={"wandb": "shapes"}), tmp_path)
+
+
+def test_the_package_itself_keeps_a_run_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two parts of one run: each has a file that `wandb sync` sends, with the run's id and every metric."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for i, row in enumerate(ROWS):
+        with MetricsWriter(tmp_path, ROWS[:i], Wandb(tiny_job(run={"wandb": "shapes"}), tmp_path)) as writer:
+            writer.write(i, row)
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) in (1, 2)  # folders are named by the second
+    assert len({file.name for file in files}) == 1
+    for file in files:
+        assert all(word in file.read_bytes() for word in (b"shapes", b"reward", b"loss", b"grad_norm"))
 
 
 def test_a_project_without_the_package_is_refused_before_any_process(

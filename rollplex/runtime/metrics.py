@@ -28,8 +28,8 @@ class Curves(Protocol):
         """One iteration."""
         ...
 
-    def close(self) -> None:
-        """No more comes."""
+    def close(self, failed: bool) -> None:
+        """No more comes: the run is through with its steps, or has failed."""
         ...
 
 
@@ -51,7 +51,7 @@ class MetricsWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._file.close()
         for curves in self._curves:
-            curves.close()
+            curves.close(kind is not None)
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """One iteration."""
@@ -81,7 +81,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, iteration)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 
@@ -90,21 +90,25 @@ class Wandb:
 
     def __init__(self, job: Job, folder: Path) -> None:
         check_wandb(job)
-        place = str(folder.resolve())
-        self._run = import_module("wandb").init(
-            project=job.run.wandb,
-            dir=place,
-            name=folder.name,
-            id=sha256(place.encode()).hexdigest()[:16],
-            resume="allow",
-            config=job.model_dump(mode="json"),
-        )
+        wandb, place = import_module("wandb"), str(folder.resolve())
+        try:
+            self._run = wandb.init(
+                project=job.run.wandb,
+                dir=place,
+                name=folder.name,
+                id=sha256(place.encode()).hexdigest()[:16],
+                resume="allow",
+                config=job.model_dump(mode="json"),
+            )
+        except wandb.Error as err:  # no key, no network
+            hint = "wandb login; or WANDB_MODE=offline, which keeps the curves here until `wandb sync`"
+            raise RunError(f"Weights & Biases does not take the run: {err}", where="run.wandb", hint=hint) from None
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=iteration)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 def check_wandb(job: Job) -> None:
