@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from perfetto import dropped
 from rich.console import Console
 
 from rollplex.backends.engine import EngineReport
@@ -126,6 +128,36 @@ def test_an_arrow_leaves_inside_a_signal_and_enters_inside_the_wait_that_it_ends
     slices = {e["pid"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == 1}
     for e, (start, stop) in zip(into, (slices[1], (0.01, 0.26)), strict=True):
         assert start <= e["ts"] < stop
+
+
+def test_an_arrow_is_shown_whatever_the_nanosecond() -> None:
+    """A wait of 30 ns at any time of a long run: its slice may end a nanosecond early, its arrow is still on it."""
+    trace = Trace([CONTROLLER, ROLLOUT])
+    named = list(trace.names())
+    for start in (*range(0, 2000, 7), *range(17220768000, 17220768200), *range(10**14, 10**14 + 500, 3)):
+        spans = [
+            Span(ROLLOUT, 0, Signal(window="w", event="rollout"), start, start + 9),
+            Span(CONTROLLER, 0, Wait(window="w", event="rollout"), start + 1, start + 31),
+        ]
+        assert dropped([*named, *trace.steps(spans)]) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "events"),
+    [
+        ("overlaps", [{"ph": "X", "ts": 0.0, "dur": 2.0}, {"ph": "X", "ts": 1.0, "dur": 2.0}]),
+        ("on no slice", [{"ph": "s", "ts": 1.0, "id": 1, "cat": "c"}]),
+        ("leads nowhere", [{"ph": "X", "ts": 1.0, "dur": 1.0}, {"ph": "s", "ts": 1.0, "id": 1, "cat": "c"}]),
+        ("comes from nowhere", [{"ph": "X", "ts": 1.0, "dur": 1.0}, {"ph": "f", "ts": 1.0, "id": 1, "cat": "c"}]),
+        ("without ['dur']", [{"ph": "X", "ts": 0.0}]),
+        ("a counter of no number", [{"ph": "C", "ts": 0.0, "args": {"held": "much"}}]),
+    ],
+)
+def test_what_perfetto_would_drop_is_told(what: str, events: list[dict[str, Any]]) -> None:
+    """Each event of the list is on one named track."""
+    named = [{"ph": "M", "name": f"{kind}_name", "pid": 1, "tid": 1, "args": {}} for kind in ("process", "thread")]
+    made = [{"name": "a", "pid": 1, "tid": 1, **event} for event in events]
+    assert any(what in line for line in dropped([*named, *made]))
 
 
 def test_a_counter_of_each_gpu_follows_its_ledger() -> None:

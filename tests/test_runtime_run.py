@@ -11,10 +11,12 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from perfetto import dropped
 from processes import children
 from runtime_tiny import luck, tight_plan, tiny_plan
 
 from rollplex.ir.errors import RunError
+from rollplex.ir.steps import Wait
 from rollplex.runtime.events import IterationDone, RunEvent, StepEntered, Stopping
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
@@ -97,6 +99,9 @@ def test_the_trace_has_a_slice_for_every_step_of_every_process() -> None:
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in slices)
     instants = [e["name"] for e in events if e["ph"] == "i"]
     assert instants == ["rollout-complete", "theta-quiet", "published"] * 5
+    waits = [s.event for program in plan.programs.values() for s in program if isinstance(s, Wait)]
+    assert len([e for e in events if e["ph"] == "f"]) == 5 * len(waits)
+    assert dropped(events) == []
 
 
 def test_sigint_ends_the_run_after_its_step_with_everything_written(tmp_path: Path) -> None:

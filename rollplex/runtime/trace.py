@@ -144,7 +144,11 @@ class Trace:
                 yield {"ph": "i", "s": "g", "name": span.step.name, **at, "args": {"iteration": span.iteration}}
 
     def _signals(self, spans: Sequence[Span]) -> Iterator[Event]:
-        """One arrow from each signal to each wait for its event; it leaves and enters inside their slices."""
+        """One arrow from each signal to each wait for its event; it leaves and enters inside their slices.
+
+        It enters in the middle: Perfetto cuts times to whole nanoseconds, and an end of a slice may fall short of its
+        last one.
+        """
         sent: dict[str, list[Span]] = {}
         for span in spans:
             if isinstance(span.step, Signal):
@@ -153,7 +157,7 @@ class Trace:
             for signal in sent.get(wait.step.event, ()) if isinstance(wait.step, Wait) else ():
                 self._arrows += 1
                 arrow = {"cat": "signal", "name": "signal", "id": self._arrows, "tid": STEPS}
-                at = max(wait.start_ns, wait.stop_ns - 1)
+                at = (max(wait.start_ns, signal.start_ns) + wait.stop_ns) // 2
                 yield {"ph": "s", **arrow, "pid": self._pids[signal.process], "ts": self._us(signal.start_ns)}
                 yield {"ph": "f", "bp": "e", **arrow, "pid": self._pids[wait.process], "ts": self._us(at)}
 
