@@ -10,19 +10,11 @@ import pytest
 
 from rollplex.ir.errors import JobError
 from rollplex.ir.models import ModelSpec, load_model, model_names, spec_from_config
+from tools.published import MODELS
 
 # name: (parameters, GiB in bf16, KV bytes a token at TP=1)
-PUBLISHED = {
-    "Qwen2.5-VL-3B": (3_754_622_976, 6.99, 36_864),
-    "Qwen2.5-VL-7B": (8_292_166_656, 15.45, 57_344),
-    "Qwen2.5-VL-32B": (33_452_718_336, 62.31, 262_144),
-    "Qwen2.5-VL-72B": (73_410_777_344, 136.74, 327_680),
-    "Qwen3-VL-8B": (8_767_123_696, 16.33, 147_456),
-    "Qwen3-VL-32B": (33_357_390_064, 62.13, 262_144),
-    "Qwen3-VL-30B-A3B": (31_070_754_032, 57.87, 98_304),
-    "Qwen3-VL-235B-A22B": (235_670_022_896, 438.97, 192_512),
-    "Qwen2.5-7B": (7_615_616_512, 14.19, 57_344),
-    # From here on totals as the hub states them for each checkpoint (safetensors.total).
+PUBLISHED = MODELS | {
+    # Totals as the hub states them for each checkpoint (safetensors.total).
     "Qwen2.5-1.5B": (1_543_714_304, 2.88, 28_672),
     "Qwen2.5-3B": (3_085_938_688, 5.75, 36_864),
     "Qwen2.5-14B": (14_770_033_664, 27.51, 196_608),
@@ -38,8 +30,6 @@ PUBLISHED = {
     "Qwen3-8B": (8_190_735_360, 15.26, 147_456),
     "Llama-3.2-1B": (1_235_814_400, 2.3, 32_768),
     "Llama-3.2-3B": (3_212_749_824, 5.98, 114_688),
-    "Llama-3.1-8B": (8_030_261_248, 14.96, 131_072),
-    "Llama-3.1-70B": (70_553_706_496, 131.42, 327_680),
 }
 
 
