@@ -1,8 +1,8 @@
 """One job under serial, rollplex and streamed on this CPU: step times, what overlap hides, copies of the actor.
 
-The job is small and of the shape that the paper measures (section 2.2): prompts of 16 frames of video, some 400 tokens,
-each with 8 responses of 38 tokens on average, so that nine tenths of a sample is its prompt; lengths are geometric,
-many short and few long. The model is of Qwen2.5-VL's architecture and untrained; a response ends with any of ENDS.
+The job is small and of the shape that the paper measures (section 2.2): prompts of 16 frames of video, some 470 tokens,
+each with 8 responses of some 30 tokens, so that nine tenths of a sample is its prompt; lengths are geometric, many
+short and few long. The model is of Qwen2.5-VL's architecture and untrained; a response ends with any of ENDS.
 
 A process computes on one thread, in every schedule: two may then work side by side where there are two cores, and what
 a schedule leaves idle is its own doing. Serial has one process at work at a time, so it is measured with a thread for
@@ -36,8 +36,8 @@ from rollplex.runtime.run import RunResult, run_plan
 SCHEDULES = ("serial", "rollplex", "streamed")
 ENDS = tuple(range(7))
 """Tokens that end a response, of 264."""
-SIDE = 168
-"""Pixels of a clip's side: 36 visual tokens every 2 frames."""
+SIDE = 196
+"""Pixels of a clip's side: 49 visual tokens every 2 frames."""
 VISION = {
     "model_type": "qwen2_5_vl", "depth": 2, "hidden_size": 48, "intermediate_size": 96, "num_heads": 2,
     "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56,
