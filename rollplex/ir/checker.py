@@ -25,6 +25,7 @@ from rollplex.ir.check.pools import check_pools
 from rollplex.ir.check.publication import check_publication
 from rollplex.ir.check.races import check_races
 from rollplex.ir.check.residency import check_residency, replay
+from rollplex.ir.check.rounds import check_rounds
 from rollplex.ir.check.rules import RULES, Rule, Violation
 from rollplex.ir.check.summary import Places, check_summary
 from rollplex.ir.check.tail import check_tail
@@ -63,6 +64,7 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
         *check_tasks(facts),
         *check_work(facts),
         *check_tail(facts),
+        *check_rounds(facts),
         *check_turns(facts),
         *check_update(facts),
         *check_publication(facts),

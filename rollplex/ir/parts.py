@@ -1,8 +1,10 @@
-"""Values that are there group by group: under `streamed`, `rollout[3]` are the responses to every rank's fourth group.
+"""Values that are there in parts: group by group under `streamed`, round by round where groups are sampled again.
 
-    part("rollout", 3) == "rollout[3]"     whole("rollout[3]") == "rollout"     group_of("rollout[3]") == 3
+    part("rollout", 3) == "rollout[3]"      whole("rollout[3]") == "rollout"     group_of("rollout[3]") == 3
+    of_round("rollout", 1) == "rollout@1"   whole("rollout@1") == "rollout"      round_of("rollout@1") == 1
 
-The part has a row for each data-parallel rank, in their order: the m-th of the prompts that the rank works on.
+`rollout[3]` are the responses to every rank's fourth group: a row for each data-parallel rank, in their order.
+`rollout@1` are those that the second round samples, of whatever prompts; the last round completes `rollout` itself.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_PART = re.compile(r"(.+)\[(\d+)\]")
+_PART, _ROUND = re.compile(r"(.+)\[(\d+)\]"), re.compile(r"(.+)@(\d+)")
 
 
 def part(name: str, group: int) -> str:
@@ -20,8 +22,19 @@ def part(name: str, group: int) -> str:
 
 def whole(name: str) -> str:
     """The value that a name is, or is a part of."""
-    found = _PART.fullmatch(name)
+    found = _PART.fullmatch(name) or _ROUND.fullmatch(name)
     return found[1] if found else name
+
+
+def of_round(name: str, number: int) -> str:
+    """The name of what a round before the last makes of a value."""
+    return f"{name}@{number}"
+
+
+def round_of(name: str) -> int | None:
+    """The round that a value is of; None for a value of the whole step."""
+    found = _ROUND.fullmatch(name)
+    return int(found[2]) if found else None
 
 
 def group_of(name: str) -> int | None:

@@ -16,6 +16,7 @@ from rollplex.ir.errors import PlanError, Problem
 from rollplex.ir.planned_layout import LayoutSummary
 from rollplex.ir.planned_node import NodeMemory
 from rollplex.ir.planned_pool import HostPool
+from rollplex.ir.planned_rounds import Rounds
 from rollplex.ir.planned_turns import Trajectories, TurnTimes
 from rollplex.ir.processes import ProcessKind
 from rollplex.ir.steps import Flag, Number, Seconds, Step, Strict, Whole
@@ -175,6 +176,7 @@ class Summary(Strict):
     batch_bytes: Whole = Field(description="one step's prompts, pixels and responses, in the controller's host memory")
     pools: tuple[PoolSummary, ...] = Field(min_length=1, description="one, or one for rollout and one for training")
     tail: Tail | None = Field(default=None, description="absent where decode waits for every response")
+    rounds: Rounds | None = Field(default=None, description="absent where every prompt is sampled for once")
     trajectories: Trajectories | None = Field(default=None, description="absent where a trajectory has one turn")
     objects: tuple[PlannedObject, ...]
     windows: tuple[WindowSummary, ...]

@@ -7,16 +7,21 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rollplex.ir.job_schema import Count, Section, Share
+from rollplex.ir.planned_rounds import WhenShort
 
 
 class DynamicSampling(Section):
-    """Groups whose scores are all equal teach nothing: other prompts are sampled in their place (DAPO, section 3.2)."""
+    """Groups that the loss's mask leaves out teach nothing: other prompts are sampled in their place (DAPO, 3.2)."""
 
     rounds: int = Field(
         examples=[3], ge=2, le=100, description="most rounds of sampling in one step, the first included"
     )
     kept: float = Field(
         default=0.5, gt=0, le=1, allow_inf_nan=False, description="groups of a round that teach something, for times"
+    )
+    when_short: WhenShort = Field(
+        default="fill",
+        description="groups that teach nothing after the last round. fill: the step trains without them; stop: the run ends",
     )
 
 
@@ -67,7 +72,7 @@ class Workload(Section):
     )
     turns: Turns | None = Field(default=None, description="multi-turn rollout; null for one response a trajectory")
     dynamic_sampling: DynamicSampling | None = Field(
-        default=None, description="groups with equal scores are sampled again; null samples every prompt once"
+        default=None, description="groups that teach nothing are sampled again; null samples every prompt once"
     )
 
     # ---- trajectories

@@ -19,6 +19,7 @@ from rollplex.ir.plan import (
 from rollplex.ir.plan import (
     Residency as Place,
 )
+from rollplex.ir.planned_rounds import Rounds
 from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import touched
 from rollplex.ir.work import patches
@@ -118,6 +119,7 @@ def summarise(module: Module) -> Summary:
         batch_bytes=batch_bytes(job),
         pools=pool_summaries(job, objects),
         tail=tail(job),
+        rounds=rounds(module),
         trajectories=trajectories(module),
         objects=tuple(objects),
         windows=tuple(windows),
@@ -245,6 +247,12 @@ def _streamed(module: Module) -> Iterator[str]:
     yield f"streamed: {pretty(sum(sizes.values()))} live beside decode in {stream.name} ({held})"
 
 
+def rounds(module: Module) -> Rounds | None:
+    """The rounds of sampling as the plan tells them."""
+    again, found = module.job.workload.dynamic_sampling, module[Schedule].rounds
+    return Rounds(most=found.most, keeps=found.keeps, when_short=again.when_short) if again and found else None
+
+
 def _sampled_again(module: Module) -> Iterator[str]:
     """What dynamic sampling does to the decode windows, and what it does not do to memory."""
     job, estimate = module.job, module[Estimate]
@@ -257,6 +265,8 @@ def _sampled_again(module: Module) -> Iterator[str]:
         f"{' + '.join(map(str, rounds))} prompts an engine; {extra:.1f} of {decode:.1f} s of decode come before the "
         "last round, and no prefix beside them; KV cache and boundaries hold one round: no window needs more memory"
     )
+    if again.when_short == "fill":
+        yield "dynamic sampling: a step whose groups still teach nothing after the last round trains on fewer of them"
 
 
 def _fetches(module: Module, o: StateObject) -> int:

@@ -71,8 +71,6 @@ def _of_calls(schedule: Schedule) -> Iterator[str]:
     for host in schedule.hosts:
         if host in schedule.early:
             yield f"host function %{host} runs before the rollout"
-    if "P1 sample" in schedule.names():
-        yield "dynamic sampling: backends sample every prompt once a step"
 
 
 def unrun_features(job: Job, role: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from itertools import chain
 
 from rollplex.ir.lora import lora_of, merges
 from rollplex.ir.module import Module
-from rollplex.ir.parts import part
+from rollplex.ir.parts import of_round, part
 from rollplex.ir.plan import BARRIERS
 from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
 from rollplex.ir.work import trains_vision
@@ -111,6 +111,11 @@ class Context:
         """Values of the whole step, as the parts of all groups where they come so."""
         parts = ([part(n, m) for m in self.streamed_groups] if n in self._parted else [n] for n in names)
         return tuple(chain.from_iterable(parts))
+
+    def in_round(self, names: tuple[str, ...], number: int) -> tuple[str, ...]:
+        """Values as a round makes or takes them; the last round's are those of the step."""
+        rounds = self.schedule.rounds
+        return names if rounds is None or number == rounds.last else tuple(of_round(n, number) for n in names)
 
     @property
     def _parted(self) -> frozenset[str]:

@@ -32,6 +32,7 @@ from rollplex.ir.module import Module
 from rollplex.ir.planned_turns import turned
 from rollplex.passes.calls import SCORING, Call, CallKind, check_calls, in_order, inputs_of, model_calls
 from rollplex.passes.prefix_split import Split
+from rollplex.passes.rounds import SamplingRounds, rounds_of
 
 Kind = Literal["prefix", "decode", "stream", "score", "train", "update", "publish"]
 Phase = Literal["P1", "P2", "P3"]
@@ -57,7 +58,8 @@ class Schedule:
     """Windows in the trainer's order, the calls behind them, and the host functions between.
 
     `inputs` are the values made elsewhere that a call or a host function needs; `early` are the host functions that no
-    response is needed for, `observations` those that make the prompts of turn 2, 3, ..
+    response is needed for, `observations` those that make the prompts of turn 2, 3, ..; `rounds` where groups are
+    sampled again.
     """
 
     made_by: ClassVar[str] = "schedule"
@@ -69,6 +71,7 @@ class Schedule:
     inputs: dict[str, tuple[str, ...]]
     early: frozenset[str] = frozenset()
     observations: tuple[str, ...] = ()
+    rounds: SamplingRounds | None = None
 
     @property
     def overlapped(self) -> bool:
@@ -249,8 +252,8 @@ class SchedulePass:
         check_turns(graph, calls, job.workload.turn_count)
         if job.schedule == "streamed" and all("type" in n.meta for n in graph.nodes if n.op != "output"):
             check_streamed(graph, updated_roles(calls))  # a graph read from a plan has no types, and was checked before
-        rounds, awaited = len(job.sampled_per_engine), job.workload.rollout.kind == "full"
-        windows = windows_of(calls, in_order(graph, calls), job.schedule, rounds, awaited)
+        rounds, awaited = rounds_of(graph, job), job.workload.rollout.kind == "full"
+        windows = windows_of(calls, in_order(graph, calls), job.schedule, rounds.most if rounds else 1, awaited)
         late, hosts = g.response_dependent(graph), g.find(graph, ops.host)
         early = frozenset(n.name for n in hosts if n not in late)
         seen = tuple(str(g.node_named(graph, c.node).args[1]) for c in calls if c.op == "generate" and c.turn > 1)
@@ -264,5 +267,6 @@ class SchedulePass:
                 inputs=inputs_of(graph, calls),
                 early=early,
                 observations=seen,
+                rounds=rounds,
             )
         )

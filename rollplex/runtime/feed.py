@@ -1,6 +1,6 @@
 """The controller's tasks: prompts in, the user's host functions in between.
 
-load    rows of the step (steprows.py) -> decoded, tokenized prompts
+load    rows of the step (steprows.py) -> decoded, tokenized prompts; of a later round, in place of those left out
 host    reward(question, answer, response, row), once for every response -> scores [prompt, group]
         environment(response, history, row, ..), likewise -> what is seen then, the histories of the next turn
 
@@ -36,13 +36,13 @@ from rollplex.backends.engine import Values
 from rollplex.backends.training.placement import DTYPES
 from rollplex.ir.errors import DataError, RunError
 from rollplex.ir.job import Job
-from rollplex.ir.parts import group_of, whole
-from rollplex.ir.placement import prompts_of_group
+from rollplex.ir.parts import group_of, round_of, whole
 from rollplex.ir.plan import Plan, references
 from rollplex.ir.steps import Run
 from rollplex.runtime.background import Later
 from rollplex.runtime.calls import Call, HostCalls, Limits, message, score
-from rollplex.runtime.steprows import StepRows
+from rollplex.runtime.rounds import RoundLog
+from rollplex.runtime.steprows import RoundRows, StepRows
 
 OFFERS = ("question", "answer", "response", "row", "tokens", "index", "turn", "history")
 
@@ -66,7 +66,9 @@ class Feed:
         self._scores: dict[str, Tensor] = {}
         limits = Limits(job.run.reward_timeout_s, job.run.reward_workers, job.run.reward_failure)
         self._host_calls = {name: HostCalls(function, name, limits) for name, function in hosts.items()}
-        self._order = StepRows(job, len(rows))
+        again = plan.summary.rounds
+        self._rounds = RoundLog(plan, again, RoundRows(job, len(rows))) if again else None
+        self._order = self._rounds.rows if self._rounds else StepRows(job, len(rows))
         self._eos = end_tokens(maker.tokenizer)
         self._records = {record.name: record for record in plan.graph if record.op in ("rx.host", "rx.generate")}
         self._sampled = [record.name for record in plan.graph if record.op == "rx.generate"]
@@ -77,13 +79,15 @@ class Feed:
         self._iteration = iteration
         self.metrics, self.failures = {}, []
         self._scores = {}
+        if self._rounds:
+            self._rounds.begin()
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         match step.task:
             case "load":
-                return dict.fromkeys(step.outputs, self._load())
+                return dict.fromkeys(step.outputs, self._load_again(inputs) if inputs else self._load())
             case "host" if self._records[step.node].kwargs.get("returns") == "history":
-                return dict.fromkeys(step.outputs, self._observe(step.node, inputs))
+                return dict.fromkeys(step.outputs, self._observe(step, inputs))
             case "host":
                 return dict.fromkeys(step.outputs, self._host(step, inputs))
             case _:
@@ -117,7 +121,19 @@ class Feed:
 
     def _load(self) -> PromptBatch:
         ahead, self._ahead = self._ahead, None
-        return ahead.result() if ahead else self._batch(self._iteration)
+        batch = ahead.result() if ahead else self._batch(self._iteration)
+        if self._rounds:
+            self._rounds.samples(len(batch))
+        return batch
+
+    def _load_again(self, inputs: Mapping[str, Any]) -> PromptBatch:
+        """The prompts of a later round: the next rows of the data in place of those whose groups were left out."""
+        assert self._rounds, "a load takes values where a step has rounds"
+        numbers = self._rounds.left_out(inputs)
+        self._rounds.samples(len(numbers))
+        places = self._rounds.rows.again(self._iteration, numbers)
+        prompts = next(value for value in inputs.values() if isinstance(value, PromptBatch))
+        return prompts.again({n: self._prompt(self.rows[at]) for n, at in zip(numbers, places, strict=True)})
 
     def _batch(self, iteration: int) -> PromptBatch:
         return PromptBatch(tuple(self._prompt(row) for row in self.rows_of(iteration)), self._eos)
@@ -145,10 +161,12 @@ class Feed:
     # ---- host functions
 
     def _host(self, step: Run, inputs: Mapping[str, Any]) -> Tensor:
-        """Scores [prompts, group] of all responses, or of those to one group of every data-parallel rank."""
+        """Scores [prompts, group] of all responses, or of those to one group of every data-parallel rank, or a round's.
+
+        Where there are rounds the last one's are those of the step: no response is judged twice.
+        """
         name, (made,), failure = self.plan.hosts[step.node], step.outputs, self.job.run.reward_failure
-        prompts = self._prompts(group_of(made))
-        calls = list(self._calls(step.node, inputs))
+        calls = list(self._calls(step, inputs))
         found = self._host_calls[name].each(calls, score)
         numbers = [number if number is not None else float(failure) for number in found.results]
         if failure != "stop":
@@ -156,7 +174,14 @@ class Feed:
             self.metrics[told] = self.metrics.get(told, 0) + len(found.failures)
             self.failures += [f"{calls[i].row}: {what}" for i, what in found.failures.items()]
         dtype = torch.float64 if self.job.model.dtype == "float64" else torch.float32
-        scores = torch.tensor(numbers, dtype=dtype).view(len(prompts), self.job.group)
+        scores = torch.tensor(numbers, dtype=dtype).view(-1, self.job.group)
+        if self._rounds and step.node in self._rounds.hosts:
+            so_far = self._rounds.scored(step.node, self._judged(step, inputs), scores)
+            if round_of(made) is not None:
+                return scores
+            scores = so_far
+            self.metrics[f"{name}_sampled"] = self._rounds.mean_of_all(step.node)
+            self.metrics |= self._rounds.settled(self._iteration, step.node, inputs)
         self._scores[made] = scores
         if group_of(made) in (None, self.job.prompts_per_rank - 1):
             self.metrics[name] = float(wholes_of(self._scores)[whole(made)].mean())
@@ -164,14 +189,19 @@ class Feed:
             self._load_ahead()
         return scores
 
-    def _prompts(self, group: int | None) -> Sequence[int]:
-        """The prompts of the step that a host function judges: all, or those of one group."""
-        return range(self.job.workload.prompts) if group is None else prompts_of_group(self.job, group)
+    def _judged(self, step: Run, inputs: Mapping[str, Any]) -> Sequence[int]:
+        """The numbers of the prompts whose responses a host function is called for: all, or those of its round."""
+        taken = self._responses(step.node, inputs).taken.tolist()
+        if not self._rounds or step.node not in self._rounds.hosts:
+            return taken
+        prompts = next(value for value in inputs.values() if isinstance(value, PromptBatch))
+        return [number for number in taken if prompts.due is None or number in prompts.due]
 
-    def _observe(self, node: str, inputs: Mapping[str, Any]) -> Histories:
+    def _observe(self, step: Run, inputs: Mapping[str, Any]) -> Histories:
         """What every trajectory's next response follows: its history, its response, and what is seen then."""
+        node = step.node
         name, (_, rollout) = self.plan.hosts[node], self._arguments(node)
-        calls = list(self._calls(node, inputs))
+        calls = list(self._calls(step, inputs))
         limits = Limits(self.job.run.reward_timeout_s, self.job.run.reward_workers, "stop")
         said = HostCalls(self.hosts[name], name, limits).each(calls, message).results
         seen = iter(zip(calls, said, strict=True))
@@ -211,11 +241,14 @@ class Feed:
         sampled = self._arguments(node)[1]
         return next(value for name, value in inputs.items() if whole(name) == sampled)
 
-    def _calls(self, node: str, inputs: Mapping[str, Any]) -> Iterator[Call]:
+    def _calls(self, step: Run, inputs: Mapping[str, Any]) -> Iterator[Call]:
         """One call a response, with those of `OFFERS` that the function takes."""
+        node, judged = step.node, frozenset(self._judged(step, inputs))
         name, rollout, turn = self.plan.hosts[node], self._responses(node, inputs), self._turn(self._arguments(node)[1])
         wanted, rows = parameters_of(self.hosts[name], name), self.rows_of(self._iteration)
-        for at, number in enumerate(rollout.taken.tolist()):
+        within = f", turn {turn}" if len(self._sampled) > 1 else ""
+        within += f", round {step.microbatch + 1}" if self._rounds and node in self._rounds.hosts else ""
+        for at, number in ((at, n) for at, n in enumerate(rollout.taken.tolist()) if n in judged):
             row = rows[number]
             for i, tokens in enumerate(rollout.responses(at)):
                 text = response_text(self.maker.tokenizer, tokens.tolist())
@@ -223,8 +256,7 @@ class Feed:
                 offered |= {"tokens": tokens.tolist(), "index": i, "turn": turn}
                 if "history" in wanted:
                     offered["history"] = self.maker.text_of(self._histories(node, inputs, number)[i])
-                of = f", turn {turn}" if len(self._sampled) > 1 else ""
-                yield Call(f"{row.id}, response {i}{of}", {k: v for k, v in offered.items() if k in wanted})
+                yield Call(f"{row.id}, response {i}{within}", {k: v for k, v in offered.items() if k in wanted})
 
 
 def row_data(row: Row) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def seen_by(job: Job, process: ProcessId, values: Values) -> Values:
     if process == CONTROLLER:
         return values
     own = seat(job, process.kind, process.rank).sampled
-    return {name: value.seen_by(own) if isinstance(value, PromptBatch) else value for name, value in values.items()}
+    found = {name: value for name, value in values.items() if isinstance(value, PromptBatch)}
+    sampled = process.kind == "rollout"  # of what a round is not for it has the responses already
+    return values | {n: value.seen_by(value.sampled_for(own) if sampled else own) for n, value in found.items()}
 
 
 def merged_metrics(reports: Iterable[EngineReport]) -> dict[str, float]:

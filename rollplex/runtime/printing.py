@@ -16,6 +16,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"\n[bold]{report.algorithm}[/]  {report.schedule}  {_progress(report)}")
     _print_reward(report, console)
     _print_failures(report, console)
+    _print_sampling(report, console)
     console.print(_windows(report))
     o = report.overlap
     console.print(
@@ -78,6 +79,19 @@ def _print_failures(report: Report, console: Console) -> None:
     failed = sum(int(n) for row in report.metrics for name, n in row.items() if name.endswith("_failures"))
     if failed:
         console.print(f"[red]failures   {failed} calls of host functions failed and count as a score: logs/host.log[/]")
+
+
+def _print_sampling(report: Report, console: Console) -> None:
+    """Rounds of dynamic sampling, and steps that came short of groups."""
+    if (s := report.sampling) is None:
+        return
+    console.print(
+        f"rounds     {s.rounds:.1f} a step for {s.wanted} groups, {s.groups:.1f} sampled; "
+        f"{s.kept_share:.0%} kept (the job guesses {s.guessed_share:.0%})"
+    )
+    if s.short_steps:
+        left = f"{s.short_groups} groups that teach nothing after the last round are left out of their losses"
+        console.print(f"[red]           {s.short_steps} of {report.steps_done} steps are short: {left}[/]")
 
 
 def _print_objects(report: Report, console: Console) -> None:

@@ -20,6 +20,7 @@ from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Barrier, Run, Wait
 from rollplex.runtime.intervals import Interval, common, length
 from rollplex.runtime.protocol import ProcessId
+from rollplex.runtime.sampling import SampledGroups
 from rollplex.runtime.spans import Span
 
 TRAIN = ProcessId("train", 0)
@@ -96,6 +97,7 @@ class Report:
     step_s: float = 0.0
     metrics: list[dict[str, float]] = field(default_factory=list)
     reward: str = ""
+    sampling: SampledGroups | None = None
     times: list[WindowTime] = field(default_factory=list)
     overlap: Overlap = field(default_factory=lambda: Overlap(0.0, 0.0, 0.0))
     memory: list[WindowBytes] = field(default_factory=list)

@@ -49,6 +49,7 @@ from rollplex.runtime.protocol import CONTROLLER, Ask, ProcessId
 from rollplex.runtime.report import MemoryLog, Report, TimeLog, write_report
 from rollplex.runtime.resume import Beginning, begin_at, store_plan
 from rollplex.runtime.rundir import run_directory
+from rollplex.runtime.sampling import sampled_groups
 from rollplex.runtime.trace import TraceFile
 
 
@@ -253,6 +254,7 @@ class _Run:
         """What is known now."""
         report = self.report
         report.steps_done = self.done
+        report.sampling = sampled_groups(self.job, report.metrics)
         report.step_s, report.times, report.overlap = self.times.step_s, self.times.windows(), self.times.overlap
         if self.done > self.begin.step:
             report.memory, report.objects = self.memory.windows(self.plan), self.memory.objects(self.plan)

@@ -3,6 +3,7 @@
 order of the epochs    a b c d e f g h i ..                           a seeded permutation an epoch, end to end
 full, oversample       step 0: a b c d      step 1: e f g h           fresh rows; what oversampling leaves is gone
 partial                step 0: a b c d      step 1: b d e f           b and d were left unfinished: they go on
+rounds of sampling     step 0: a b c d      step 1: f g h i           b taught nothing, e was sampled for in its place
 
 Rows are dealt out to rollout engines in equal shares. What an engine has left goes on in the same engine, which holds
 its responses: there it comes before new rows.
@@ -56,9 +57,52 @@ class StepRows:
         self._left = {step: carried}
 
     def _fresh(self, start: int, count: int) -> list[int]:
-        """Rows [start, start + count) of the epochs, end to end."""
-        places = (divmod(place, self.rows) for place in range(start, start + count))
-        return [_epoch(self.rows, self.job.run.seed, epoch)[at] for epoch, at in places]
+        return fresh_rows(self.job, self.rows, start, count)
+
+
+class RoundRows:
+    """Places of rows where a step samples again: the next step begins behind the last row that this one drew."""
+
+    def __init__(self, job: Job, rows: int) -> None:
+        self.job, self.rows = job, rows
+        self._drawn = {-1: 0}
+        self._now: dict[int, list[int]] = {}
+
+    def of(self, step: int) -> list[int]:
+        """Places of the rows that a step samples for at present, by the numbers of its prompts."""
+        if step not in self._now:
+            self._now = {k: rows for k, rows in self._now.items() if k == step - 1}  # which may still be asked for
+            self._drawn = {k: drawn for k, drawn in self._drawn.items() if k == step - 1}
+            self._now[step] = self._draw(step, self._drawn[step - 1], self.job.workload.prompts)
+        return list(self._now[step])
+
+    def again(self, step: int, numbers: Sequence[int]) -> list[int]:
+        """The next rows of the data, in place of those at these numbers."""
+        fresh = self._draw(step, self._drawn[step], len(numbers))
+        for number, place in zip(numbers, fresh, strict=True):
+            self._now[step][number] = place
+        return fresh
+
+    def took(self, step: int, taken: Sequence[int]) -> None:
+        """Nothing: what taught nothing is not sampled for again, and all else is taken."""
+
+    def carried(self, step: int) -> int:
+        """How many rows have been drawn before a step: all that this object needs to begin there."""
+        return self._drawn[step - 1]
+
+    def begin(self, step: int, carried: int) -> None:
+        """Begin at a step before which so many rows have been drawn."""
+        self._drawn, self._now = {step - 1: carried}, {}
+
+    def _draw(self, step: int, start: int, count: int) -> list[int]:
+        self._drawn[step] = start + count
+        return fresh_rows(self.job, self.rows, start, count)
+
+
+def fresh_rows(job: Job, rows: int, start: int, count: int) -> list[int]:
+    """Rows [start, start + count) of the epochs, end to end."""
+    places = (divmod(place, rows) for place in range(start, start + count))
+    return [_epoch(rows, job.run.seed, epoch)[at] for epoch, at in places]
 
 
 @lru_cache(2)

@@ -15,6 +15,7 @@ from mutants import (
     pools,
     residency,
     roles,
+    rounds,
     sizes,
     streamed,
     tail,
@@ -26,7 +27,7 @@ from mutants.edit import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS", "Mutant",
-    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pools", "residency", "roles", "sizes",
-    "streamed", "tail", "turns",
+    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pools", "residency", "roles", "rounds",
+    "sizes", "streamed", "tail", "turns",
     "update", "work",
 ]  # fmt: skip

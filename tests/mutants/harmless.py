@@ -42,7 +42,7 @@ job\.workload\.dynamic_sampling\.kept""",
     "the job's, without effect beside its other keys": r"""job\.cluster\.(rollout_gpus|pinned_share)
 job\.cluster\.(context_gib|nccl_gib|process_host_gib)
 job\.model\.name
-job\.workload\.(prompt_tokens|response_tokens|frames|max_pixels|turns\.frames|dynamic_sampling(\.rounds)?)
+job\.workload\.(prompt_tokens|response_tokens|frames|max_pixels|turns\.frames)
 job\.workload\.rollout\.(share|factor)
 job\.optimizer(\.(chunks|in_flight))?
 job\.roles\.\*\.(recompute|attention|prefix_saved|head|model)

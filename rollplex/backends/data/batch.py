@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,11 +16,21 @@ from rollplex.backends.data.prompts import Prompt
 class PromptBatch:
     """Prompts of a step; `eos` are the token ids that end a response.
 
-    As graph values: tokens and mask [prompt, token], padded on the right; lengths [prompt].
+    `due` are the numbers of those that a round of sampling is for; None: all of them. As graph values: tokens and mask [prompt, token], padded on the right; lengths [prompt].
     """
 
     prompts: tuple[Prompt, ...]
     eos: tuple[int, ...]
+    due: frozenset[int] | None = None
+
+    def sampled_for(self, prompts: range) -> list[int]:
+        """Those of these numbers whose responses are due."""
+        return [p for p in prompts if self.due is None or p in self.due]
+
+    def again(self, others: Mapping[int, Prompt]) -> PromptBatch:
+        """The same with other prompts at some numbers, which alone are due."""
+        prompts = tuple(others.get(number, prompt) for number, prompt in enumerate(self.prompts))
+        return PromptBatch(prompts, self.eos, frozenset(others))
 
     def of(self, prompts: range) -> PromptBatch:
         """These prompts alone."""
@@ -30,11 +40,10 @@ class PromptBatch:
         """The prompts of these numbers, in this order."""
         return PromptBatch(tuple(self.prompts[i] for i in numbers.tolist()), self.eos)
 
-    def seen_by(self, prompts: range) -> PromptBatch:
+    def seen_by(self, prompts: Container[int]) -> PromptBatch:
         """All prompts, with the patches of these alone: nobody runs a prompt of another rank."""
-        return PromptBatch(
-            tuple(p if i in prompts else replace(p, pixel_values=None) for i, p in enumerate(self.prompts)), self.eos
-        )
+        seen = tuple(p if i in prompts else replace(p, pixel_values=None) for i, p in enumerate(self.prompts))
+        return replace(self, prompts=seen)
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -37,6 +37,11 @@ class Rollout:
         """The responses to the prompts at these places, in this order."""
         return self._each(lambda x: x[places])
 
+    def with_others(self, others: Rollout) -> Rollout:
+        """The same with the responses to the prompts that `others` has taken in place of those at their numbers."""
+        pairs = zip(self.fields, others.fields, strict=True)
+        return Rollout(*(mine.index_copy(0, others.taken, theirs) for mine, theirs in pairs))
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> Rollout:
         return Rollout(*(change(x) for x in self.fields))
 

@@ -21,6 +21,7 @@ from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.facts import load_facts
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.publication import Subscription
+from rollplex.backends.rollout.rounds import SampledRounds
 from rollplex.backends.rollout.sampler import Decoding, Sampler, Served
 from rollplex.backends.rollout.unfinished import Unfinished
 from rollplex.backends.shard import shard_of
@@ -28,7 +29,7 @@ from rollplex.backends.training.carrying import CarriedObjects
 from rollplex.backends.training.placement import DTYPES, split, tensors_of
 from rollplex.backends.training.refresh import REFRESH, Copies, copies
 from rollplex.ir.job import Job
-from rollplex.ir.parts import group_of
+from rollplex.ir.parts import group_of, round_of
 from rollplex.ir.placement import Seat, prompts_of_group
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, Rebuild, Run
@@ -61,6 +62,7 @@ class RolloutEngine:
         self._carried = CarriedObjects(job, self._objects)
         self._unfinished = self._room_for_unfinished()
         self._version = 0
+        self._rounds = SampledRounds()
         self._sampled: str = ""
         self._begun = 0
         self._published: Subscription | None = None
@@ -92,8 +94,9 @@ class RolloutEngine:
     def begin(self, iteration: int) -> None:
         """New weights are due, and what was made of the old ones must go."""
         self._begun += 1
-        self.sampler.begin([_mixed(_mixed(self.job.run.seed, iteration), p) for p in self._seat.sampled])
         self._version = iteration + 1
+        self.sampler.begin([self._seed(prompt, 0) for prompt in self._seat.sampled])
+        self._rounds = SampledRounds()
         self._done.clear()
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
@@ -107,6 +110,8 @@ class RolloutEngine:
                 rollout = self.sampler.turn(prompts.of(self._seat.prompts), self._version)
                 self._note(rollout, time.monotonic() - started)
                 return {made: self._sent(rollout)}
+            if self.job.workload.dynamic_sampling is not None:
+                return {made: self._sent(self._round(step, prompts))}
             if self._decoding is None:
                 self._decoding, self._seconds = self._begin(prompts.of(self._seat.sampled)), 0.0
             rollout = self._awaited(self._decoding, group_of(made))
@@ -184,6 +189,25 @@ class RolloutEngine:
         memory = self._objects.slot(CARRIED, torch.uint8)
         self._objects.filled(CARRIED)
         return Unfinished(memory, left, self.job.group, self.job.workload.response_tokens)
+
+    def _round(self, step: Run, prompts: PromptBatch) -> Rollout:
+        """The responses that a round is for; of the last one those of the whole step."""
+        started, number, own = time.monotonic(), step.microbatch, self._seat.sampled
+        due = prompts.sampled_for(own)
+        if not due:
+            fresh = self._rounds.none()
+        else:
+            if number:
+                self.sampler.begin([self._seed(prompt, number) for prompt in due])
+            decoding = self._begin(prompts.take(torch.tensor(due)))
+            fresh = self._rounds.take(decoding.until(range(len(due))), [p - own.start for p in due])
+            self._note(fresh, time.monotonic() - started)
+        return self._rounds.all() if round_of(step.outputs[0]) is None else fresh
+
+    def _seed(self, prompt: int, number: int) -> int:
+        """What a prompt of the step samples with, in each of its rounds."""
+        first = _mixed(_mixed(self.job.run.seed, self._version - 1), prompt)
+        return _mixed(first, number) if number else first
 
     def _begin(self, prompts: PromptBatch) -> Decoding:
         return self.sampler.decoding(prompts, self._unfinished and self._unfinished.take(), self._version)

@@ -49,7 +49,10 @@ class Sampler(Protocol):
         ...
 
     def begin(self, seeds: Sequence[int]) -> None:
-        """An iteration starts, with new weights: nothing made of the old ones may be used. A seed for each prompt."""
+        """An iteration starts, with new weights: nothing made of the old ones may be used; or another round of it does.
+
+        A seed for each prompt that is to be sampled for next.
+        """
         ...
 
     def decoding(self, prompts: PromptBatch, begun: Rollout | None, version: int) -> Decoding:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollplex.ir.check.rules import At
+from rollplex.ir.parts import of_round
 from rollplex.ir.plan import BARRIERS, NodeRecord, Plan, PlannedObject, references
 from rollplex.ir.steps import (
     Barrier,
@@ -206,6 +207,34 @@ class Facts:
     def boundaries(self) -> dict[str, PlannedObject]:
         """What each role's first prefix leaves to its suffixes."""
         return {role: found[0] for role, found in self.pieces.items()}
+
+    @cached_property
+    def judged(self) -> tuple[str, ...]:
+        """What says which groups of a round are kept: the prompts, and all behind the plan's mask that a task makes."""
+        if self.plan.summary.rounds is None:
+            return ()
+        args = {r.name: set(references([r.args, r.kwargs])) for r in self.plan.graph}
+        behind, todo = set[str](), [self.plan.summary.rounds.keeps]
+        while todo:
+            name = todo.pop()
+            if name not in behind:
+                behind.add(name)
+                todo.extend(args.get(name, ()))
+        makers = (r for r in self.plan.graph if r.op in ("input", "rx.generate", "rx.host"))
+        return tuple(r.name for r in makers if r.name in behind or r.op == "input")
+
+    @property
+    def last_round(self) -> int:
+        """The number of the last round of sampling."""
+        return self.plan.summary.rounds.most - 1 if self.plan.summary.rounds else 0
+
+    def by_round(self, step: Run) -> bool:
+        """Whether a task is one of a round: it samples for prompts, or judges responses, of that round alone."""
+        return step.task in ("load", "generate", "host") and step.node in self.judged
+
+    def in_round(self, name: str, number: int) -> str:
+        """A value as a round makes it: the last round's are those of the step."""
+        return of_round(name, number) if name in self.judged and number < self.last_round else name
 
     def group_count(self, role: str) -> int:
         """Prompt groups of a rank: the slots of the role's boundary, or those of its share of the step's prompts."""

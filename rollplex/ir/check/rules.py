@@ -107,6 +107,11 @@ RULES: dict[str, Rule] = {
     "tail": Rule(
         "of the prompt groups sampled the taken are worked on, and the unfinished kept", "paper 4.7", COMPILE_AGAIN
     ),
+    "round": Rule(
+        "every round samples for the prompts that those before it found, and judges them by the loss's mask",
+        "DAPO 3.2",
+        COMPILE_AGAIN,
+    ),
     "trajectory": Rule(
         "a trajectory's turns follow each other on one engine and one rank, on all that they go on from",
         "paper 5",

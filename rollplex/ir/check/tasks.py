@@ -50,12 +50,13 @@ def _executes(step: Run, record: NodeRecord | None) -> bool:
 
 
 def once(facts: Facts) -> Iterator[Violation]:
-    """Prompts, responses and host results are made once, and all that the graph asks for."""
+    """Prompts, responses and host results are made once, or once a round, and all that the graph asks for."""
     done = Counter(name for _, s in facts.runs(*MAKERS) for name in s.outputs or (s.node,))
     asked = {r.name for r in facts.plan.graph if r.op in ("input", "rx.generate", "rx.host")}
     parted = wholes(name for name in done if group_of(name) is not None) if facts.streamed else ()
     groups = range(facts.group_count(facts.trained[-1])) if parted else range(0)
     wanted = {part(node, m) for node in parted for m in groups} | (asked - set(parted))
+    wanted |= {facts.in_round(node, r) for node in facts.judged for r in range(facts.last_round)}
     for node in sorted({*done, *wanted}):
         if done[node] != 1:
             yield Violation("once", f"%{node} is made {done[node]} times", where=node)
@@ -73,6 +74,7 @@ def outputs(facts: Facts) -> Iterator[Violation]:
             right = step.outputs in ((), (step.node,))
         else:
             made = part(step.node, step.microbatch) if in_parts(facts, step) else step.node
+            made = facts.in_round(made, step.microbatch) if facts.by_round(step) else made
             right = step.outputs == ((made,) if step.task in (*MAKERS, "suffix", "whole") else ())
         if not right:
             what = f"it works on %{step.node} and gives {', '.join(step.outputs) or 'nothing'}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rollplex.ir.check.facts import BY_GROUP, ROLLOUT_COMPLETE, Facts
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
-from rollplex.ir.parts import group_of, whole, wholes
+from rollplex.ir.parts import group_of, round_of, whole, wholes
 from rollplex.ir.plan import references
 from rollplex.ir.steps import Run, Signal, Wait
 
@@ -59,7 +59,8 @@ def _run(facts: Facts, values: _Values, at: At, step: Run) -> Iterator[Violation
         if not values.has(at.process, name, _groups(facts, step, name, microbatch)):
             yield Violation("missing-value", f"takes {name}, which {at.process} neither made nor received", at)
             values.held[at.process].setdefault(name, set()).add(WHOLE)
-    taken = () if step.node in facts.observations else step.inputs  # a turn's responses are final when they are sent
+    # The responses of a turn, or of a round before the last, are final when they are sent.
+    taken = () if step.node in facts.observations else [n for n in step.inputs if round_of(n) is None]
     late = values.responses.intersection(taken) or step.task in ("suffix", "train", "prefix_backward")
     yield from _own_group(facts, at, step)
     if late and not facts.past(at, ROLLOUT_COMPLETE) and not _of_one_group(facts, values, step):

@@ -79,7 +79,8 @@ def slots(facts: Facts) -> Iterator[Violation]:
             name = boundary.name if boundary else step.role
             yield Violation("slot", f"group {step.microbatch}, where {name} has {groups} slots", at, name)
     for at, step in facts.runs("load", "generate", "host", "grad_norm"):
-        if step.microbatch and not in_parts(facts, step):
+        within = facts.by_round(step) and step.microbatch <= facts.last_round
+        if step.microbatch and not in_parts(facts, step) and not within:
             yield Violation("slot", f"group {step.microbatch} of a task that works on the whole step", at)
     for o in facts.objects.values():
         boundary = facts.boundaries.get(o.role)
