@@ -33,6 +33,7 @@ PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "three turns": three_turns(),
     "adapters": compiled("lora"),
     "streamed": compiled("streamed"),
+    "rounds": compiled("dynamic sampling"),
 }
 NAMES = sorted(MUTANTS)
 

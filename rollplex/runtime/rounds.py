@@ -92,4 +92,4 @@ class RoundLog:
             "raise workload.dynamic_sampling.rounds, or give run.data whose prompts are neither all solved nor all "
             "failed, or workload.dynamic_sampling.when_short=fill trains on the groups that were kept"
         )
-        return RunError(what, where=f"iteration {step}, workload.dynamic_sampling", hint=hint)
+        return RunError(what, where=f"step {step + 1}, workload.dynamic_sampling", hint=hint)
