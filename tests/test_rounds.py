@@ -212,7 +212,7 @@ def test_two_gpus_sample_again_for_their_own_prompts_and_take_the_steps_of_one(t
 
 
 def test_prefixes_run_when_it_is_known_which_prompts_the_last_round_has() -> None:
-    """load 0 < generate 0 < .. < load 7, the last < prefixes: none runs beside an earlier round, all beside the last."""
+    """load 0 < generate 0 < .. < load 7 < prefixes: none runs beside an earlier round, all of them beside the last."""
     plan, seen = plan_in(), list[tuple[str, int]]()
 
     def look(process: ProcessId, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""What a plan says of rounds of sampling: how many at most, what keeps a group, and what becomes of those that are short.
+"""What a plan says of rounds of sampling: how many at most, what keeps a group, what becomes of a step that is short.
 
 rounds  at most 3; a group is kept where %and_1 keeps a token; fill
 """

@@ -21,7 +21,7 @@ class DynamicSampling(Section):
     )
     when_short: WhenShort = Field(
         default="fill",
-        description="groups that teach nothing after the last round. fill: the step trains without them; stop: the run ends",
+        description="groups that teach nothing after the last round; fill: train without them; stop: end the run",
     )
 
 

@@ -3,7 +3,7 @@
 informative = correct.amax(1, keepdim=True) > correct.amin(1, keepdim=True)
 loss = rx.masked_mean(-policy, rollout.mask & informative)      groups of which this mask keeps no token: sampled again
 
-Source: DAPO (Yu et al., arXiv 2503.14476, section 3.2), whose groups with one score for all are the case of its example.
+Source: DAPO (Yu et al., arXiv 2503.14476, section 3.2), whose groups of one score are the case of examples/dapo.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class SamplingRounds:
-    """At most `most` rounds a step; `keeps` is the loss's mask, `made_of` what it needs of prompts, rollout and hosts."""
+    """At most `most` rounds a step; `keeps` is the loss's mask, `made_of` the prompts, rollout and scores it needs."""
 
     most: int
     keeps: str

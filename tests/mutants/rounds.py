@@ -1,4 +1,4 @@
-"""Faults of rounds of sampling: a round that judges another's responses, or a next one that does not ask what was found."""
+"""Faults of rounds of sampling: one that judges another's responses, or does not ask what the one before has found."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ def job_of_other_rounds(plan: Plan) -> Iterator[Plan]:
 @mutant("round")
 def kept_by_something_else(plan: Plan) -> Iterator[Plan]:
     """What says that a group is kept is not what the loss leaves out."""
-    for record in plan.graph if plan.summary.rounds else ():
-        if record.name != plan.summary.rounds.keeps:
-            yield _rounds(plan, keeps=record.name)
-    if plan.summary.rounds:
-        yield _rounds(plan, keeps="nothing_of_the_sort")
+    if (told := plan.summary.rounds) is None:
+        return
+    for name in ("nothing_of_the_sort", *(r.name for r in plan.graph if r.name != told.keeps)):
+        yield _rounds(plan, keeps=name)
 
 
 @mutant("round", "missing-value")

@@ -16,7 +16,8 @@ from rollplex.backends.data.prompts import Prompt
 class PromptBatch:
     """Prompts of a step; `eos` are the token ids that end a response.
 
-    `due` are the numbers of those that a round of sampling is for; None: all of them. As graph values: tokens and mask [prompt, token], padded on the right; lengths [prompt].
+    `due` are the numbers of those that a round of sampling is for; None: all of them.
+    As graph values: tokens and mask [prompt, token], padded on the right; lengths [prompt].
     """
 
     prompts: tuple[Prompt, ...]
