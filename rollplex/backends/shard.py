@@ -116,7 +116,7 @@ class Shard:
                 pieces = source.view(region.slabs, region.shape[0], -1)
                 into.view(region.shape[0], region.slabs, -1).copy_(pieces.transpose(0, 1))
             else:
-                torch.index_select(source.view(region.shape), 0, _order(region.blocks, region.read), out=into)
+                torch.index_select(source.view(region.shape), 0, order_of(region.blocks, region.read), out=into)
 
 
 def shard_of(
@@ -236,7 +236,7 @@ def _same_rows(have: tuple[Block, ...], want: tuple[Block, ...]) -> bool:
 
 
 @cache
-def _order(have: tuple[Block, ...], want: tuple[Block, ...]) -> Tensor:
+def order_of(have: tuple[Block, ...], want: tuple[Block, ...]) -> Tensor:
     """For each wanted row, its place among the rows that are there; every layer asks in every update."""
     place = {number: at for at, number in enumerate(_numbers(have))}
     return torch.tensor([place[number] for number in _numbers(want)])

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rollplex.ir.errors import JobError, PluginError
+from rollplex.ir.errors import JobError, PluginError, Problem
 from rollplex.ir.plugins import installed
 
 Work = Literal["train", "score", "rollout"]
@@ -45,6 +45,12 @@ def can(facts: Any, work: Work) -> bool:
 def runs(name: str, cpu: bool) -> bool:
     """Whether `rollplex run` executes an engine where its job is: on GPUs, or as `cpu` processes."""
     return is_so(name, "on_cpu" if cpu else "runs")
+
+
+def lacking(name: str, cpu: bool) -> Problem | None:
+    """What an engine lacks on this machine, on GPUs or as `cpu` processes; only its facts look, nothing is imported."""
+    find = getattr(engine(name), "lacking", None)
+    return find(cpu) if find else None
 
 
 def is_so(name: str, trait: str) -> bool:

@@ -41,13 +41,12 @@ from rollplex.ir.job_schema import (
 from rollplex.ir.job_text import describe
 from rollplex.ir.lora import merges
 from rollplex.ir.models import ModelSpec, config_file, load_model, model_label, spec_from_config
-from rollplex.ir.serving import kv_cache_bytes, runtime_bytes
+from rollplex.ir.serving import kv_cache_bytes, kv_need_bytes, runtime_bytes
 from rollplex.ir.shards import Degrees
 from rollplex.ir.sizes import gb_to_nbytes, gib_to_nbytes
 from rollplex.ir.work_schema import Workload
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
-KV_BLOCK_TOKENS = 16
 ROUNDING = 1e-9
 """32 / 0.8 prompts are 40, not 41."""
 TRAINING, ROLLOUT, EVERY = "training", "rollout", "gpus"
@@ -306,16 +305,8 @@ class Job(Section):
 
     @property
     def rollout_kv_need_bytes(self) -> int:
-        """KV bytes of one rollout rank when every prompt and response fills its budget and none is preempted.
-
-        Responses share the full blocks before the last prompt token; each has its own copy of the rest, and of all that
-        later turns add to it: a trajectory stays on its engine.
-        """
-        work = self.workload
-        shared = (work.prompt_tokens - 1) // KV_BLOCK_TOKENS
-        own = math.ceil((work.trajectory_tokens - shared * KV_BLOCK_TOKENS) / KV_BLOCK_TOKENS)
-        blocks = self.prompts_per_engine * (shared + work.group * own) + 1  # vLLM keeps one null block
-        return blocks * KV_BLOCK_TOKENS * self.spec.kv_bytes_per_token(self.rollout_tp, self.itemsize)
+        """KV bytes of one rollout rank when every prompt and response fills its budget and none is preempted."""
+        return kv_need_bytes(self)
 
     @property
     def kv_cache_bytes(self) -> int:

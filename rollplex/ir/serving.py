@@ -8,10 +8,11 @@ The share is of the total memory, whatever else lives there; the peak is the eng
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollplex.ir.engines import engine
+from rollplex.ir.engines import engine, is_so
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.lora import served_bytes
 from rollplex.ir.sizes import gib_to_nbytes
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from rollplex.ir.job import Job
 
 RUNTIME_GIB = 3.0
+KV_BLOCK_TOKENS = 16
+CPU_KV_BLOCK_TOKENS = 32
+"""The least that the attention kernels of vLLM on a CPU take."""
 IMAGE_TOKENS = 16384
 """Visual tokens of the largest image that Qwen's processors allow by default (max_pixels)."""
 MIB = 2**20
@@ -101,6 +105,27 @@ def kv_cache_bytes(job: Job) -> int:
     if found is not None:
         return max(0, found.kv) // page * page
     return gib_to_nbytes(rollout.kv_cache_gib or 0)
+
+
+def kv_block_tokens(job: Job) -> int:
+    """Tokens of one block of KV in the rollout engine."""
+    rollout = job.roles[job.policy].rollout
+    assert rollout is not None
+    large = job.on_host and is_so(rollout.engine, "large_cpu_blocks")
+    return CPU_KV_BLOCK_TOKENS if large else KV_BLOCK_TOKENS
+
+
+def kv_need_bytes(job: Job) -> int:
+    """KV bytes of one rollout rank when every prompt and response fills its budget and none is preempted.
+
+    Responses share the full blocks before the last prompt token; each has its own copy of the rest, and of all that
+    later turns add to it: a trajectory stays on its engine.
+    """
+    work, block = job.workload, kv_block_tokens(job)
+    shared = (work.prompt_tokens - 1) // block
+    own = math.ceil((work.trajectory_tokens - shared * block) / block)
+    blocks = job.prompts_per_engine * (shared + work.group * own) + 1  # vLLM keeps one null block
+    return blocks * block * job.spec.kv_bytes_per_token(job.rollout_tp, job.itemsize)
 
 
 def runtime_bytes(job: Job) -> int:

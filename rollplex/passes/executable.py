@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollplex.ir.engines import engine as load_facts
 from rollplex.ir.engines import runs
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
@@ -24,6 +25,7 @@ def not_executable(module: Module) -> tuple[str, ...]:
     found += list(_of_ranks(job))
     if job.schedule == "disaggregated":
         found.append("schedule disaggregated")
+    found += list(_of_vllm(job))
     if job.on_host and not one_copy(job) and any(job.trainer(name).engine != "host" for name in job.trained):
         found.append("a second copy of the weights: only the host trainer's lie as the rollout engine reads them")
     if job.workload.rollout.kind == "partial" and set(module[Schedule].hosts) == module[Schedule].early:
@@ -33,6 +35,24 @@ def not_executable(module: Module) -> tuple[str, ...]:
     if job.workload.turns is not None and engines != {"host"}:
         found.append(f"{job.workload.turn_count} turns: the host engine alone goes on from another turn")
     return (*found, *_of_roles(job), *_of_calls(module[Schedule]))
+
+
+def _of_vllm(job: Job) -> Iterator[str]:
+    """What vLLM does not do where its job is, or nobody has taught it."""
+    rollout = job.roles[job.policy].rollout
+    if rollout is None or rollout.engine != "vllm" or not job.on_host:
+        return
+    heads = load_facts("vllm").cpu_head_dims
+    if job.spec.head_dim not in heads:
+        yield f"heads of {job.spec.head_dim}: on a CPU vllm has attention for heads of {', '.join(map(str, heads))}"
+    if job.model.dtype == "float64":
+        yield "model.dtype float64: vllm computes in float32 and less"
+    if job.spec.vision is None:
+        yield f"{job.spec.name} has no vision tower: on a CPU vllm is bound to Qwen2.5-VL"
+    if rollout.mm_encoder_tp_mode == "weights":
+        yield "mm_encoder_tp_mode weights: the tower that both engines read is whole"
+    if not one_copy(job):
+        yield "a second copy of the weights: vllm reads the trainer's pages"
 
 
 def _of_ranks(job: Job) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollplex.backends.memory.planned import in_pool
 from rollplex.ir.checker import verify_plan
-from rollplex.ir.engines import runs
+from rollplex.ir.engines import lacking, runs
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
@@ -29,7 +29,7 @@ def check_plan(plan: Plan) -> None:
         raise RunError(
             what, where=plan.algorithm, hint="`rollplex compile` lists the cheapest changes that make it fit"
         )
-    problems = list(_not_executable(plan))
+    problems = [*_not_executable(plan), *_not_installed(plan)]
     if problems:
         raise RunError(*problems)
     verify_plan(plan)
@@ -59,6 +59,14 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
                 continue
             if isinstance(step, Rebuild) or (isinstance(step, Exchange) and step.group not in ("dp", "refresh")):
                 yield Problem(f"backend host does not execute `{step.kind} {step.object}` ({kind})", plan.algorithm)
+
+
+def _not_installed(plan: Plan) -> Iterator[Problem]:
+    """What the engines of the plan lack here."""
+    cpu = plan.job["cluster"]["gpu"].lower() == "cpu"
+    for name in sorted({p.engine for kind, p in plan.processes.items() if kind != "controller"}):
+        if problem := lacking(name, cpu):
+            yield problem
 
 
 def check_machine(plan: Plan) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rollplex.backends.facts import Block
 from rollplex.backends.ordering import stacked
+from rollplex.backends.vllm import versions
+from rollplex.ir.errors import Problem
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
 from rollplex.ir.work import Work
@@ -47,7 +49,9 @@ class VllmFacts:
     trains: bool = False
     rolls_out: bool = True
     runs: bool = False
-    on_cpu: bool = False
+    on_cpu: bool = True
+    large_cpu_blocks: bool = True
+    cpu_head_dims: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
     whole_sequences: bool = False
     overlaps_update: bool = False
     # Fused experts assert `w2.stride(-1) == 1` and split gate and up inside their kernels.
@@ -57,6 +61,10 @@ class VllmFacts:
     reindexes: frozenset[str] = frozenset({"qkv", "gate_up"})
     # MaxLoRARanks of vllm/config/lora.py: buffers of a larger rank are filled in part, the rest is zero.
     adapter_ranks: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+    def lacking(self, cpu: bool) -> Problem | None:
+        """What keeps this machine from running it: vLLM, or one of a version that is supported."""
+        return versions.lacking(versions.installed(), cpu)
 
     def profile_bytes(self, serving: Serving) -> int:
         """The larger of a language step and the largest image's tower, the sampler's logits, and CUDA graphs."""

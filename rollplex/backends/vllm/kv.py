@@ -1,0 +1,49 @@
+"""vLLM's keys and values in the plan's memory: one buffer that all layers have views of, mapped while the plan says so.
+
+vLLM allocates its buffer when it starts, untouched; its layers are then given the same views of `rollout.kv`. Between
+rollouts the pages are not there: vLLM only counts blocks then, and starts from none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from rollplex.ir.errors import OutOfMemory
+from rollplex.ir.sizes import pretty
+
+
+def place(runner: Any, memory: Tensor) -> None:
+    """Point every layer's cache to `memory` (uint8), at the same offsets; OutOfMemory with the shortfall.
+
+    `runner` is the worker's model runner: its caches are tensors over one storage or, before vLLM 0.3x, over one a
+    layer, which then lie one behind the other.
+    """
+    caches = list(_caches(runner))
+    starts, at = dict[int, int](), 0
+    for cache in caches:
+        storage = cache.untyped_storage()
+        if storage.data_ptr() not in starts:
+            starts[storage.data_ptr()] = at
+            at += storage.nbytes()
+    if at > memory.numel():
+        what = f"vLLM's blocks take {pretty(at)}, the plan has {pretty(memory.numel())} for keys and values"
+        raise OutOfMemory(what, where="rollout.kv", hint="raise roles.actor.rollout.kv_cache_gib")
+    base = memory.untyped_storage()
+    for cache in caches:
+        own = starts[cache.untyped_storage().data_ptr()] + int(memory.storage_offset())
+        offset = own // cache.element_size() + int(cache.storage_offset())
+        cache.set_(base, offset, cache.shape, cache.stride())
+
+
+def _caches(runner: Any) -> Iterable[Tensor]:
+    """Every tensor through which vLLM reads or writes keys and values, once."""
+    found = {id(cache): cache for cache in runner.kv_caches}
+    for layer in runner.compilation_config.static_forward_context.values():
+        cache = getattr(layer, "kv_cache", None)
+        for one in cache if isinstance(cache, list | tuple) else [cache]:
+            if isinstance(one, Tensor):
+                found[id(one)] = one
+    return found.values()

@@ -1,0 +1,129 @@
+"""vLLM as the sampler of a rollout rank: its engine core in this process, over the pages that the trainer fills.
+
+A tensor-parallel engine is one vLLM engine a rank, started together and stepped alike (vLLM's external launcher); they
+meet in a process group of their own, which vLLM takes as the default group and destroys with itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rollplex.backends.data.batch import PromptBatch
+from rollplex.backends.data.histories import Histories
+from rollplex.backends.data.rollout import Rollout
+from rollplex.backends.facts import load_facts
+from rollplex.backends.hf.model import parse_config
+from rollplex.backends.rollout.sampler import Served
+from rollplex.backends.training.placement import config_of
+from rollplex.backends.vllm import kv, loader, model
+from rollplex.backends.vllm.decoding import Asked, VllmDecoding
+from rollplex.backends.vllm.settings import over_gloo, undisturbed
+from rollplex.ir.errors import EngineError
+from rollplex.ir.job import Job
+from rollplex.ir.placement import Seat
+from rollplex.ir.serving import kv_block_tokens, model_length
+
+
+class VllmSampler:
+    """`Sampler` of one rank; `meeting` is where the ranks of its engine find each other."""
+
+    def __init__(self, job: Job, seat: Seat, served: Served, meeting: Path) -> None:
+        self._job, self._seat, self._served, self._meeting = job, seat, served, meeting
+        self._seeds: Sequence[int] = ()
+        self._engine: Any = None
+        self._config = config_of(job)
+
+    def ready(self) -> None:
+        """Start the engine: its weights are there, and nothing of it is profiled or captured before."""
+        job, facts = self._job, load_facts("vllm")
+        rows = {kind: facts.rows(job.spec, kind, job.rollout_tp, self._seat.tp) for kind in ("qkv", "gate_up")}
+        vocab = job.spec.padded_vocab(job.train_tp)
+        with undisturbed(), over_gloo(), loader.serving(self._served, rows, vocab):
+            model.register()
+            self._meet()
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments()))
+        kv.place(self.runner, self._served.kv)
+
+    def begin(self, seeds: Sequence[int]) -> None:
+        """Prefixes and encoded images of the old weights go."""
+        self._seeds = seeds
+        self._engine.reset_mm_cache()
+        self._engine.reset_encoder_cache()
+        if not self._engine.reset_prefix_cache():
+            what = "vLLM keeps prefixes of the old weights: a request of the last step still holds blocks"
+            raise EngineError(what, where="vllm", hint="report this: every step ends its own requests")
+
+    def decoding(self, prompts: PromptBatch, begun: Rollout | None, version: int) -> VllmDecoding:
+        work, pads = self._job.workload, {kind: self._config.get(f"{kind}_token_id", -1) for kind in ("image", "video")}
+        asked = Asked(self._job.group, work.response_tokens, self._job.run.temperature, prompts.eos, pads)
+        return VllmDecoding(self._engine, prompts, asked, self._seeds, begun, version)
+
+    def turn(self, prompts: PromptBatch | Histories, version: int) -> Rollout:
+        raise AssertionError("plans with turns run on the host engine alone")
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+        with suppress(AssertionError):  # vLLM has taken the group with it
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner of this rank; `runner.model` has the weights."""
+        return self._engine.model_executor.driver_worker.worker.model_runner
+
+    def _meet(self) -> None:
+        """The default process group of this process is that of its engine's ranks."""
+        tp, limit = self._job.rollout_tp, timedelta(seconds=self._job.run.silent_s)
+        place = f"file://{(self._meeting / f'engine-{self._seat.copy}').absolute()}"
+        dist.init_process_group("gloo", init_method=place, rank=self._seat.tp, world_size=tp, timeout=limit)
+        os.environ.update(RANK=str(self._seat.tp), LOCAL_RANK=str(self._seat.tp), WORLD_SIZE=str(tp))
+
+    def _arguments(self) -> dict[str, Any]:
+        job, rollout = self._job, self._job.roles[self._job.policy].rollout
+        assert rollout is not None
+        return {
+            "model": str(self._directory()),
+            "skip_tokenizer_init": True,
+            "load_format": loader.FORMAT,
+            "dtype": job.model.dtype,
+            "seed": 0,
+            "tensor_parallel_size": job.rollout_tp,
+            "distributed_executor_backend": "external_launcher",
+            "max_model_len": model_length(job),
+            "max_num_seqs": min(rollout.max_num_seqs, job.prompts_per_engine * job.group),
+            "max_num_batched_tokens": rollout.max_num_batched_tokens,
+            "kv_cache_memory_bytes": self._served.kv.numel(),
+            "block_size": kv_block_tokens(job),
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "async_scheduling": False,
+            "enforce_eager": job.on_host,
+            "mm_encoder_tp_mode": rollout.mm_encoder_tp_mode,
+            "mm_processor_cache_gb": 0,
+            "skip_mm_profiling": True,
+            "disable_log_stats": True,
+        }
+
+    def _directory(self) -> Path:
+        """A directory with the model's config as vLLM reads it, beside where the ranks meet."""
+        config = parse_config(self._config, "vllm").to_dict() | {"architectures": [model.NAME]}
+        folder = self._meeting / f"vllm-{self._seat.gpu}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return folder

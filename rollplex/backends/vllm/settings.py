@@ -1,0 +1,65 @@
+"""What vLLM reads from the environment, and what it changes in the process that it is imported by.
+
+Settings must be there before the first `import vllm`; nothing that the user has set is overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in our process: pages are bound once, steps are ours
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer of the same device wants these cores too
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def prepare() -> None:
+    """Before vLLM is imported."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def over_gloo() -> Iterator[None]:
+    """Engines that start within the block sum over gloo.
+
+    By itself vLLM takes segments of /dev/shm on a CPU, under a name that is the same in every run: two engines of one
+    machine would meet in it, and a killed one leaves it there, where the next finds it and does not start.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    agree = "_all_group_ranks_share_shm_group_name"
+    original = getattr(CpuCommunicator, agree)
+    setattr(CpuCommunicator, agree, lambda self: False)
+    try:
+        yield
+    finally:
+        setattr(CpuCommunicator, agree, original)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within the block vLLM may set up its process; afterwards threads, accelerator and environment are ours again.
+
+    Its CPU worker takes `torch.set_num_threads` away, silences `torch.accelerator` and preloads an allocator into every
+    process that is started later.
+    """
+    environment, threads = dict(os.environ), torch.set_num_threads
+    accelerator = {name: getattr(torch.accelerator, name) for name in ("synchronize", "empty_cache")}
+    try:
+        yield
+    finally:
+        torch.set_num_threads = threads
+        for name, function in accelerator.items():
+            if torch.cuda.is_available():
+                setattr(torch.accelerator, name, function)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
