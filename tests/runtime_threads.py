@@ -9,15 +9,16 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 from rollplex.backends.engine import Values
-from rollplex.backends.host.engine import build
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.rollout.engine import RolloutEngine
 from rollplex.backends.training.trainer import TrainEngine
+from rollplex.ir.engines import engine_module
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Step
@@ -102,7 +103,8 @@ class InThreads:
         self.device = Ledger.create("device 0", plan.summary.capacity_bytes, process="controller")
         self.host = Ledger.create("host", plan.summary.host_capacity_bytes, process="controller")
         meeting = Path(mkdtemp(prefix="rollplex-test-"))
-        train, rollout = (build(plan, self.job, kind, 0, self._fds(), meeting) for kind in ("train", "rollout"))
+        modules = {kind: import_module(engine_module(plan.processes[kind].engine)) for kind in ("train", "rollout")}
+        train, rollout = (m.build(plan, self.job, kind, 0, self._fds(), meeting) for kind, m in modules.items())
         assert isinstance(train, TrainEngine)
         assert isinstance(rollout, RolloutEngine)
         for name, fds in train.export().items():

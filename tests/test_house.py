@@ -103,7 +103,7 @@ def test_the_core_asks_for_what_it_imports_and_no_more() -> None:
     assert imported([p for p in PACKAGE if p not in optional]) <= core | {"pydantic_core"}
     assert core <= imported(PACKAGE)
     host = {MODULES.get(name, name) for name in requirements("host")}
-    own = {extra: [p for p in optional if p.parent.name == extra] for extra in ("megatron", "cuda")}
+    own = {extra: [p for p in optional if p.parent.name == extra] for extra in ("megatron", "vllm", "cuda")}
     shared = [p for p in optional if p.parent.name not in own]
     assert imported(shared) <= core | host | {"pydantic_core"}
     for extra, paths in own.items():

@@ -315,11 +315,12 @@ def test_what_megatron_does_not_run_on_a_cpu_is_refused(train: str, message: str
 
 def test_a_cpu_job_must_state_its_capacity_and_use_engines_that_a_cpu_runs(tmp_path: Path) -> None:
     tiny(tmp_path)
-    text = TINY.replace(', capacity_gib: "1.5 GiB"', "").replace("rollout: {engine: host", "rollout: {engine: vllm")
+    text = TINY.replace(', capacity_gib: "1.5 GiB"', "").replace("train: {engine: host}", "train: {engine: fsdp}", 1)
+    text += "schedule: serial\n"
     assert str(refusal(tmp_path, text)) == (
         "job.yaml:2: a cpu has no memory size of its own; the job must state one\n"
         '    try: cluster.capacity_gib: "256 MiB"\n'
-        "job.yaml:6: engine vllm cannot run on cpu\n"
+        "job.yaml:5: engine fsdp cannot run on cpu\n"
         "    try: engine: host"
     )
 

@@ -45,12 +45,12 @@ def test_an_infeasible_plan(tmp_path: Path) -> None:
 
 def test_another_backend(tmp_path: Path) -> None:
     plan = tiny_plan()
-    rollout = plan.processes["rollout"].model_copy(update={"engine": "vllm"})
+    rollout = plan.processes["rollout"].model_copy(update={"engine": "fsdp"})
     plan = plan.model_copy(
-        update={"processes": {**plan.processes, "rollout": rollout}, "not_executable": ("engine vllm",)}
+        update={"processes": {**plan.processes, "rollout": rollout}, "not_executable": ("engine fsdp",)}
     )
-    refused(plan, RunError, r"backend vllm is not implemented yet for run \(rollout\)", tmp_path / "r")
-    refused(plan, RunError, r"no backend executes this plan: engine vllm", tmp_path / "r")
+    refused(plan, RunError, r"backend fsdp is not implemented yet for run \(rollout\)", tmp_path / "r")
+    refused(plan, RunError, r"no backend executes this plan: engine fsdp", tmp_path / "r")
 
 
 def test_a_model_cut_over_ranks_is_not_for_the_host_backend(tmp_path: Path) -> None:

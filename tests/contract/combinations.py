@@ -14,12 +14,19 @@ megatron  2-2  tokens  1    stock    untied  as is    trained  yes    whole    a
 megatron  4-2  tokens  1    stock    tied    padded   trained  yes    whole    matrices float64  host      grpo
 megatron  4-2          1    reindex  untied  padded   frozen   yes    whole    all      float32  hbm       dapo
 megatron  4-1          1    stock    untied  padded   trained  no     whole    all      float64  host      grpo
+with vLLM as the rollout engine:
+host      1-1          1    stock    tied    264      trained  yes    whole    all      float32  host      grpo
+megatron  1-1          1    stock    untied  padded   trained  yes    whole    all      float32  hbm       grpo
+megatron  2-1          1    stock    untied  padded   trained  yes    whole    all      float32  dropped   grpo
+megatron  2-1          1    reindex  tied    padded   trained  yes    whole    all      float32  host      grpo
+megatron  2-2          1    reindex  untied  as is    trained  yes    whole    all      float32  host      grpo
 
 Every value of every column is there, and every pair that meets in one mechanism: TP x order x case (1 where degrees are
 equal, 2 where training is cut finer, 3 for QKV in stock order), TP x DP x shares, tied x padded, frozen x clipping
 (whose norm leaves the tower out), shares x several trained roles, shares and TP x parameters that decay, dtype x TP,
 sequence parallelism (`cut: tokens`) x TP x recomputation x shares.
-`reinforce_pp` mixes the prompts of all ranks, so it has no `streamed`.
+`reinforce_pp` mixes the prompts of all ranks, so it has no `streamed`. The model that vLLM rolls out is wider: it has
+attention for heads of 32 and more.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ from typing import Any
 import torch
 from runtime_tiny import CONFIG, tiny_job
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from vllm_tiny import VL
 
 from rollplex.ir.job import Job
 from rollplex.ir.loading import load_algorithm
@@ -42,6 +50,7 @@ from rollplex.passes.pipeline import compile_plan
 SCHEDULES = ("serial", "rollplex", "streamed")
 STEPS = 2
 BOUND = {"float64": 1e-10, "float32": 1e-5}
+HOST_MEMORY = {"kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
 AS_IS = 512
 """A vocabulary that Megatron pads at no degree here."""
 
@@ -65,9 +74,11 @@ class Combination:
     dtype: str = "float64"
     saved: str = "host"
     algorithm: str = "grpo"
+    roller: str = "host"
 
     def __str__(self) -> str:
-        degrees = f"{self.trainer} {self.train}-{self.rollout} x{self.copies} {self.order}"
+        roller = "" if self.roller == "host" else f" {self.roller}"
+        degrees = f"{self.trainer}{roller} {self.train}-{self.rollout} x{self.copies} {self.order}"
         named = {"tied": self.tied, "frozen": self.frozen, "unclipped": not self.clip, "shares": self.shares}
         named |= {"tokens": self.tokens, "matrices": self.matrices}
         return " ".join([degrees, *(name for name, on in named.items() if on), self.dtype, self.saved, self.algorithm])
@@ -84,7 +95,8 @@ class Combination:
     def config(self) -> dict[str, Any]:
         """Two KV heads a rollout rank: with one its rows would lie as the trainer has them, whatever the order."""
         heads = 2 if self.train == 1 else 4
-        return {**CONFIG, "num_key_value_heads": heads, "tie_word_embeddings": self.tied, "vocab_size": self.vocab}
+        model = VL if self.roller == "vllm" else CONFIG
+        return {**model, "num_key_value_heads": heads, "tie_word_embeddings": self.tied, "vocab_size": self.vocab}
 
 
 COMBINATIONS = (
@@ -102,18 +114,31 @@ COMBINATIONS = (
     Combination("megatron", 4, 2, tied=True, tokens=True, matrices=True),
     Combination("megatron", 4, 2, order="reindex", frozen=True, dtype="float32", saved="hbm", algorithm="dapo"),
     Combination("megatron", 4, 1, clip=False),
+    *(
+        Combination(
+            trainer, train, rollout, order=order, tied=tied, dtype="float32", saved=saved, vocab=vocab, roller="vllm"
+        )
+        for trainer, train, rollout, order, tied, saved, vocab in (
+            ("host", 1, 1, "stock", True, "host", 264),
+            ("megatron", 1, 1, "stock", False, "hbm", 264),
+            ("megatron", 2, 1, "stock", False, "dropped", 264),
+            ("megatron", 2, 1, "reindex", True, "host", 264),
+            ("megatron", 2, 2, "reindex", False, "host", AS_IS),
+        )
+    ),
 )
 
 
 @cache
 def weights(of: Combination) -> Path:
-    """Where training begins: transformers' model with weights large enough that every part matters."""
+    """Where training begins: transformers' model with weights large enough that every part matters, at any width."""
     torch.manual_seed(0)
+    spread = 0.15 * (CONFIG["hidden_size"] / of.config["hidden_size"]) ** 0.5
     model: Any = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(dict(of.config)))
     model.to(getattr(torch, of.dtype))
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, dtype=p.dtype) * 0.15 + (1.0 if p.dim() == 1 and p.mean() > 0.5 else 0.0))
+            p.copy_(torch.randn(p.shape, dtype=p.dtype) * spread + (1.0 if p.dim() == 1 and p.mean() > 0.5 else 0.0))
     folder = Path(mkdtemp(prefix="rollplex-test-")) / "weights"
     model.save_pretrained(folder)
     return folder
@@ -124,7 +149,8 @@ def plan_of(of: Combination, schedule: str) -> Plan:
     """Two steps, a checkpoint behind each: of the first one a test reads the moments, which are the gradient's."""
     cut = {"sequence_parallel": of.tokens} if of.trainer == "megatron" else {}
     train = {"engine": of.trainer, "tensor_parallel": of.train, "distributed_optimizer": of.shares, **cut}
-    rollout = {"engine": "host", "tensor_parallel": of.rollout, "kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
+    memory = {"kv_cache_gib": "4 MiB", "runtime_gib": "8 MiB"} if of.roller == "vllm" else HOST_MEMORY
+    rollout = {"engine": of.roller, "tensor_parallel": of.rollout, **memory}
     own = {"prefix_saved": of.saved, "recompute": "full" if of.saved == "dropped" else "none"}
     actor = {"train": train, "rollout": rollout, **own, "freeze": ["vision"] if of.frozen else []}
     scored = {"reference": {"score": {k: v for k, v in train.items() if k != "distributed_optimizer"}}}

@@ -15,11 +15,13 @@ import pytest
 import torch
 from combinations import BOUND, COMBINATIONS, STEPS, Combination, plan_of
 from evidence import book, ended, laid_out, ran
+from vllm_tiny import needs_vllm
 
 from rollplex.ir.steps import Exchange
 from rollplex.runtime.protocol import ProcessId
 
-pytestmark = [pytest.mark.processes, pytest.mark.parametrize("of", COMBINATIONS, ids=str)]
+RUN = [pytest.param(c, marks=needs_vllm) if c.roller == "vllm" else c for c in COMBINATIONS]
+pytestmark = [pytest.mark.processes, pytest.mark.parametrize("of", RUN, ids=str)]
 torch.set_num_threads(1)
 
 
