@@ -240,10 +240,6 @@ RULES = {
         [("engine: vllm", "engine: sglang")],
         "job.yaml:13: no rollout engine `sglang`\n    try: one of host, vllm",
     ),
-    "host engine on a gpu": (
-        [("engine: vllm", "engine: host")],
-        "job.yaml:13: engine host cannot run on H800\n    try: engine: vllm, or cluster.gpu: cpu",
-    ),
     "gpu dtype": (
         [("dtype: bfloat16", "dtype: float32")],
         "job.yaml:1: dtype float32 is for host engines; GPU engines hold weights in bfloat16",

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollplex.backends.memory import pinned as pinned_module
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StateClass, StoredObject
@@ -92,15 +91,15 @@ def test_pools_of_several_processes_share_the_host() -> None:
         PinnedPool(MEMORY, [SlotSpec("moments", 6 * PAGE)], other)
 
 
-def test_pages_are_locked_or_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_locked_or_the_reason_is_kept() -> None:
     pool = pool_of(SlotSpec("a", PAGE))
     lines = Path("/proc/self/smaps").read_text().splitlines()
     locked = sum(int(line.split()[1]) for line in lines if line.startswith("Locked:"))
     assert pool.locked == (locked > 0)
     assert pool.locked != bool(pool.lock_error)
-    monkeypatch.setattr(pinned_module, "lock_pages", lambda address, nbytes: "mlock of 4096 bytes: not today")
-    soft = pool_of(SlotSpec("a", PAGE))
-    assert (soft.locked, soft.lock_error) == (False, "mlock of 4096 bytes: not today")
+    refused = "mlock of 4096 bytes: not today"
+    soft = PinnedPool(MEMORY, [SlotSpec("a", PAGE)], host_ledger(), pin=lambda arena: refused)
+    assert (soft.locked, soft.lock_error) == (False, refused)
     soft.slot("a").view(torch.uint8).fill_(1)  # and it works all the same
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollplex.backends.collectives import Groups
 from rollplex.backends.engine import TrainedState
+from rollplex.backends.memory.host import HostDevice
 from rollplex.backends.publication import Publication
 from rollplex.backends.training.shares import Shares, joined, parts, shares_of
 from rollplex.ir.job_schema import Optimizer
@@ -86,7 +87,7 @@ class Rank:
         self.weights = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in names}
         trained = TrainedState(
             "actor", "", tuple(names), share, torch.float32, self.weights, self.held.__getitem__, frozenset({"p1"}),
-            frozenset(), lambda own: [own], Publication(None),
+            frozenset(), lambda own: [own], Publication(None), HostDevice(),
         )  # fmt: skip
         starts = range(0, longest, chunk)
         streams = ("actor.gradients", "actor.master", "actor.moments")

@@ -41,6 +41,10 @@ class Arena(Protocol):
         """Whether there are pages behind the range, one's own or adopted ones."""
         ...
 
+    def inodes(self) -> list[int]:
+        """Inodes of the pages, in order, where they have some (a host's): equal in two processes that share them."""
+        ...
+
     @property
     def adopted(self) -> bool:
         """Whether the pages behind the range belong to another process."""

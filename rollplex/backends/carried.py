@@ -126,6 +126,6 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
         for start in range(0, len(data), BLOCK):
             yield data[start : start + BLOCK]

@@ -12,5 +12,5 @@ def digest(*tensors: Tensor) -> str:
     """sha256 of the tensors' bytes, in order."""
     seen = hashlib.sha256()
     for tensor in tensors:
-        seen.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        seen.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return seen.hexdigest()

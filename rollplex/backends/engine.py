@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollplex.backends.carried import Carried
+from rollplex.backends.device import Device
 from rollplex.backends.lanes import LaneSpan
 from rollplex.backends.publication import Publication
 from rollplex.ir.steps import Exchange, Rebuild, Run
@@ -47,7 +48,8 @@ class TrainedState:
     needed: pages). `weights[name]` are the parameters that engines read: there a cast result goes. `undecayed` are
     parameters that weight decay leaves alone, `counted` those whose gradient this rank counts in the norm; `sums(x)`
     are the x of all ranks that count parts of one model. `label` stands before the names of the role's metrics: nothing
-    for the policy, `critic_`. `publication` is told what is written and when it is whole, where others read it.
+    for the policy, `critic_`. `publication` is told what is written and when it is whole, where others read it. On
+    `device` the weights lie, and chunks of streamed state are updated.
     """
 
     role: str
@@ -61,6 +63,7 @@ class TrainedState:
     counted: frozenset[str]
     sums: Callable[[float], list[float]]
     publication: Publication | None
+    device: Device
 
 
 class Objects(Protocol):
@@ -96,6 +99,10 @@ class Objects(Protocol):
 
     def wrote(self, names: Sequence[str], step: str) -> None:
         """A step has written these objects."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all that was asked of the device is done: others may read it now."""
         ...
 
     def window(self, name: str) -> None:

@@ -27,6 +27,14 @@ _TICK_S = 0.2
 _HINT = "look at the log of this process; the weights that were published last are whole, those in memory are not"
 
 
+Tell = Callable[[str, str], None]
+"""Hears of a lane what it begins; nothing, "", when that is done."""
+
+
+def untold(lane: str, text: str) -> None:
+    """`Tell` where nobody listens."""
+
+
 @dataclass(frozen=True)
 class LaneSpan:
     """Work of a lane, for the trace; CLOCK_MONOTONIC nanoseconds."""
@@ -78,7 +86,7 @@ class ThreadLanes:
     begins, in the lane's thread, and an empty text when it is done.
     """
 
-    def __init__(self, own: str, patience_s: float, tell: Callable[[str, str], None] = lambda lane, text: None) -> None:
+    def __init__(self, own: str, patience_s: float, tell: Tell = untold) -> None:
         self._own, self._patience_s, self._tell = own, patience_s, tell
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._last: dict[str, Event] = {}

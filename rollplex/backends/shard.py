@@ -116,7 +116,8 @@ class Shard:
                 pieces = source.view(region.slabs, region.shape[0], -1)
                 into.view(region.shape[0], region.slabs, -1).copy_(pieces.transpose(0, 1))
             else:
-                torch.index_select(source.view(region.shape), 0, order_of(region.blocks, region.read), out=into)
+                order = order_of(region.blocks, region.read).to(into.device)
+                torch.index_select(source.view(region.shape), 0, order, out=into)
 
 
 def shard_of(

@@ -145,10 +145,8 @@ def _engine(job: Job, path: KeyPath, section: Parallel) -> Iterator[Finding]:
         fit = False
     if not fit:
         yield Finding(path, f"no {work} engine `{name}`", "one of " + ", ".join(engine_names(work)))
-    elif not is_so(name, "on_cpu") if job.on_host else name == "host":
-        default = type(section).model_fields["engine"].default
-        hint = "engine: host" if job.on_host else f"engine: {default}, or cluster.gpu: cpu"
-        yield Finding(path, f"engine {name} cannot run on {job.cluster.gpu}", hint, (("cluster", "gpu"),))
+    elif job.on_host and not is_so(name, "on_cpu"):
+        yield Finding(path, f"engine {name} cannot run on {job.cluster.gpu}", "engine: host", (("cluster", "gpu"),))
 
 
 # ---- pools

@@ -243,6 +243,11 @@ class RunOptions(Section):
     seed: int = Field(default=0, ge=0, lt=2**63, description="random seed of data order and sampling")
     temperature: Positive = Field(default=1.0, description="sampling temperature")
     threads: Count = Field(default=1, description="CPU threads of one process")
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(),
+        description="CUDA device of each GPU of the node, by number; the same one twice lets ranks share it, each with "
+        "its own cluster.capacity_gib; empty: 0, 1, ..",
+    )
     weights: str | None = Field(default=None, description="directory of initial weights; relative to the job file")
     hosts: dict[str, str] = Field(
         default_factory=dict,

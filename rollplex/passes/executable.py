@@ -26,7 +26,9 @@ def not_executable(module: Module) -> tuple[str, ...]:
     if job.schedule == "disaggregated":
         found.append("schedule disaggregated")
     found += list(_of_vllm(job))
-    if job.on_host and not one_copy(job) and any(job.trainer(name).engine != "host" for name in job.trained):
+    if not job.on_host:
+        found += list(_of_gpus(job))
+    elif not one_copy(job) and any(job.trainer(name).engine != "host" for name in job.trained):
         found.append("a second copy of the weights: only the host trainer's lie as the rollout engine reads them")
     if job.workload.rollout.kind == "partial" and set(module[Schedule].hosts) == module[Schedule].early:
         found.append("partial rollout: no host function sees which responses are complete")
@@ -53,6 +55,14 @@ def _of_vllm(job: Job) -> Iterator[str]:
         yield "mm_encoder_tp_mode weights: the tower that both engines read is whole"
     if not one_copy(job):
         yield "a second copy of the weights: vllm reads the trainer's pages"
+
+
+def _of_gpus(job: Job) -> Iterator[str]:
+    """What runs on a host alone so far."""
+    if not one_copy(job) and job.schedule != "disaggregated":
+        yield "a second copy of the weights on a GPU"
+    if job.workload.turns is not None:
+        yield f"{job.workload.turn_count} turns on GPUs: attention over several pieces of a boundary runs on a host"
 
 
 def _of_ranks(job: Job) -> Iterator[str]:

@@ -56,7 +56,12 @@ class Crew:
     """All engine processes; leaving the block kills and reaps every one of them, however it is left."""
 
     def __init__(
-        self, processes: Iterable[ProcessId], log_dir: Path, threads: int, modules: Iterable[str] = ()
+        self,
+        processes: Iterable[ProcessId],
+        log_dir: Path,
+        threads: int,
+        modules: Iterable[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.inbox: queue.SimpleQueue[Mail] = queue.SimpleQueue()
         self.members: dict[ProcessId, Member] = {}
@@ -65,10 +70,11 @@ class Crew:
         self._log_dir = log_dir
         self._threads = threads
         self._modules = tuple(modules)
+        self._variables = dict(variables or {})
 
     def __enter__(self) -> Crew:
         try:
-            with nursery(child_environment(os.environ, self._threads)) as start:
+            with nursery(child_environment(os.environ, self._threads) | self._variables) as start:
                 for process in self._to_start:
                     self._start(start, process)
         except BaseException:

@@ -45,6 +45,8 @@ def run_iteration(state: ProcessState, iteration: int) -> None:
             _enter_window(state, step)
             start_ns = time.monotonic_ns()
             execute(state, step)
+            if state.engine is not None:
+                state.engine.objects.settle()
             state.link.leave(iteration, index, start_ns, time.monotonic_ns())
     finally:
         for update in state.updates.values():

@@ -120,9 +120,9 @@ def clip_scale(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-def allocate_workspace(numel: int, dtype: torch.dtype) -> Workspace:
+def allocate_workspace(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
     """A workspace of its own for chunks of at most `numel` elements: 4 * numel * itemsize bytes."""
-    return Workspace(*(torch.empty(numel, dtype=dtype) for _ in range(4)))
+    return Workspace(*(torch.empty(numel, dtype=dtype, device=device) for _ in range(4)))
 
 
 class ChunkedAdam:

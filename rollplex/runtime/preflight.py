@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollplex.backends.cuda.machine import Card, cards
 from rollplex.backends.memory.planned import in_pool
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.engines import lacking, runs
@@ -17,7 +19,8 @@ from rollplex.ir.steps import Exchange, Rebuild
 from rollplex.runtime.feed import Feed, parameters_of
 
 HOST_FUNCTION = Callable[..., Any]
-DTYPES = ("float32", "float64")
+DTYPES = {True: ("float32", "float64"), False: ("bfloat16",)}
+"""What engines compute in, on a host or not."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -48,8 +51,8 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
             what = f"backend host trains whole models, the plan cuts them over {process.tensor_parallel} ranks"
             yield Problem(what, plan.algorithm)
     dtype = plan.job["model"]["dtype"]
-    if dtype not in DTYPES:
-        what = f"backend host computes in {' or '.join(DTYPES)}, not in {dtype}"
+    if dtype not in DTYPES[cpu]:
+        what = f"backend host computes in {' or '.join(DTYPES[cpu])}, not in {dtype}"
         yield Problem(what, "model.dtype", "set model.dtype=float32")
     for feature in plan.not_executable:
         yield Problem(f"no backend executes this plan: {feature}", plan.algorithm)
@@ -71,16 +74,34 @@ def _not_installed(plan: Plan) -> Iterator[Problem]:
 
 def check_machine(plan: Plan) -> None:
     """Refuse a plan whose device and pool do not fit the memory that this machine has free now."""
+    job = Job.model_validate(plan.job)
     pool = sum(o.bytes for o in plan.summary.objects if in_pool(o))
-    gpus = plan.processes["train"].ranks
-    need, free = gpus * (plan.summary.peak_hbm_bytes + pool), available_bytes()
+    gpus, peak = plan.processes["train"].ranks, plan.summary.peak_hbm_bytes
+    need, free = gpus * (pool + (peak if job.on_host else 0)), available_bytes()
     if need > free:
         devices = "the device" if gpus == 1 else f"each of {gpus} devices"
+        held = f"{pretty(peak)} for {devices}, " if job.on_host else ""
         what = (
-            f"the run needs {pretty(need)} of memory ({pretty(plan.summary.peak_hbm_bytes)} for {devices}, "
-            f"{pretty(pool)} for its pinned pool), this machine has {pretty(free)} free"
+            f"the run needs {pretty(need)} of memory ({held}{pretty(pool)} for its pinned pool), "
+            f"this machine has {pretty(free)} free"
         )
         raise RunError(what, where="host memory", hint="end other programs, or lower the workload of the job")
+    if not job.on_host:
+        check_gpus([job.run.devices[gpu] if job.run.devices else gpu for gpu in range(gpus)], peak, cards())
+
+
+def check_gpus(devices: Sequence[int], peak_bytes: int, found: Sequence[Card]) -> None:
+    """Refuse ranks, each on its CUDA device, that the machine has no GPU for or too little memory."""
+    lacking = sorted({d for d in devices if d >= len(found)})
+    if lacking:
+        what = f"the run uses CUDA device {', '.join(map(str, lacking))}, this machine has {len(found)} GPUs"
+        raise RunError(what, where="GPU", hint="set run.devices, CUDA_VISIBLE_DEVICES, or cluster.gpus_per_node")
+    for device, ranks in sorted(Counter(devices).items()):
+        card, need = found[device], ranks * peak_bytes
+        if need > card.free_bytes:
+            what = f"the run needs {pretty(need)} on device {device} ({card.name}), {pretty(card.free_bytes)} are free"
+            hint = "end the programs that nvidia-smi lists there, or lower cluster.capacity_gib and compile again"
+            raise RunError(what, where="GPU", hint=hint)
 
 
 def available_bytes() -> int:

@@ -50,6 +50,7 @@ from rollplex.runtime.report import MemoryLog, Report, TimeLog, write_report
 from rollplex.runtime.resume import Beginning, begin_at, store_plan
 from rollplex.runtime.rundir import run_directory
 from rollplex.runtime.sampling import sampled_groups
+from rollplex.runtime.sharing import sharing
 from rollplex.runtime.trace import TraceFile
 
 
@@ -132,7 +133,8 @@ class _Run:
             processes = self._processes()
             with (
                 TraceFile(self._trace_path(), [CONTROLLER, *processes]) as self.trace,
-                Crew(processes, self.out_dir / "logs", self.job.run.threads, self._modules()) as crew,
+                sharing(self.job) as variables,
+                Crew(processes, self.out_dir / "logs", self.job.run.threads, self._modules(), variables) as crew,
             ):
                 tasks = BackgroundTasks(self.feed)
                 controller = Controller(self.plan, self.job, crew, tasks, self.progress)
@@ -161,7 +163,9 @@ class _Run:
         return [ProcessId(kind, rank) for kind, process in kinds.items() for rank in range(process.ranks)]
 
     def _modules(self) -> set[str]:
-        """What the engine processes import."""
+        """What the engine processes import before they are forked; a process that has looked at a GPU cannot fork."""
+        if not self.job.on_host:
+            return set()
         return {engine_module(p.engine) for kind, p in self.plan.processes.items() if kind != "controller"}
 
     def _drive(self, controller: Controller) -> RunResult:
@@ -185,7 +189,7 @@ class _Run:
         """What counts the bytes of one GPU, and of its share of the pinned pool."""
         summary = self.plan.summary
         return (
-            Ledger.create(f"device {gpu}", summary.capacity_bytes, process="controller"),
+            Ledger.create(f"device {gpu}", summary.capacity_bytes, self.job.device.page_bytes, process="controller"),
             Ledger.create(HOST, summary.host_capacity_bytes, process="controller"),
         )
 

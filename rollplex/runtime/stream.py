@@ -23,10 +23,12 @@ UPDATE = "update"
 Range = tuple[int, int]
 
 
-def ring(chunks: Sequence[Range], in_flight: int, dtype: torch.dtype) -> list[Workspace]:
+def ring(
+    chunks: Sequence[Range], in_flight: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> list[Workspace]:
     """Workspaces for at most `in_flight` chunks at a time, each as long as the longest chunk that it gets."""
     sizes = [max(stop - start for start, stop in chunks[i::in_flight]) for i in range(min(in_flight, len(chunks)))]
-    return [allocate_workspace(size, dtype) for size in sizes]
+    return [allocate_workspace(size, dtype, device) for size in sizes]
 
 
 def in_place(state: FlatState, chunks: Sequence[Range]) -> list[Workspace]:

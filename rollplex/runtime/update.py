@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import TrainedState
-from rollplex.backends.lanes import LaneSpan, ThreadLanes
+from rollplex.backends.lanes import LaneSpan
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job_schema import Optimizer
 from rollplex.ir.steps import Publish, Step, UpdateChunk
@@ -143,8 +143,9 @@ class StreamedUpdate:
         decoupled = options.kind == "adamw"
         config = AdamConfig(options.lr, options.betas, options.eps, options.weight_decay, decoupled)
         adam = ChunkedAdam(config, self.slabs, state, self._snapshot)
-        streamed = ring(self._chunks, options.in_flight, self.trained.dtype) if step.streams else None
-        lanes = ThreadLanes(UPDATE, self._patience_s, self._tell)
+        device = self.trained.device
+        streamed = ring(self._chunks, options.in_flight, self.trained.dtype, device.torch) if step.streams else None
+        lanes = device.lanes(UPDATE, self._patience_s, self._tell)
         return ChunkStream(
             adam, self._chunks, streamed or in_place(state, self._chunks), lanes, self.steps, self._scale,
             self.trained.role,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollplex.backends.lanes import Event, LaneSpan
+from rollplex.backends.lanes import Event, LaneSpan, Tell, untold
 from rollplex.ir.errors import EngineError
 
 _TICK_S = 0.0005
@@ -30,10 +30,13 @@ class StreamEvent(Event):
 
 
 class StreamLanes:
-    """`Lanes` of one GPU; work on the device that takes longer than `patience_s` is given up by whoever waits."""
+    """`Lanes` of one GPU; work on the device that takes longer than `patience_s` is given up by whoever waits.
 
-    def __init__(self, device: int, patience_s: float) -> None:
-        self._device, self._patience_s = device, patience_s
+    `tell` hears what is queued last.
+    """
+
+    def __init__(self, device: int, patience_s: float, tell: Tell = untold) -> None:
+        self._device, self._patience_s, self._tell = device, patience_s, tell
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._done: list[StreamEvent] = []
         torch.cuda.synchronize(device)
@@ -44,6 +47,7 @@ class StreamLanes:
             self._streams[lane] = torch.cuda.Stream(self._device)
             self._streams[lane].wait_event(self._origin)
         stream = self._streams[lane]
+        self._tell(lane, text)
         for event in after:
             assert isinstance(event, StreamEvent), "events come from the lanes that wait for them"
             assert event.ended is not None, f"{event.text} has not been queued"
@@ -76,8 +80,9 @@ class StreamLanes:
     def close(self) -> None:
         """Whoever used the current stream goes on behind everything that lanes did."""
         current = torch.cuda.current_stream(self._device)
-        for stream in self._streams.values():
+        for lane, stream in self._streams.items():
             current.wait_stream(stream)
+            self._tell(lane, "")
 
     def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         mark = torch.cuda.Event(enable_timing=True)

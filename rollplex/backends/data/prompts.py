@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Modality = Literal["video", "image", "text"]
@@ -31,6 +32,14 @@ class Prompt:
     pixel_values: Tensor | None = None
     grid_thw: Tensor | None = None
     seconds_per_grid: float = 1.0
+
+    def on(self, device: torch.device) -> Prompt:
+        """The same prompt where a model runs."""
+        if self.input_ids.device == device:
+            return self
+        names = ("input_ids", "position_ids", "pixel_values", "grid_thw")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x if x is None else x.to(device) for name, x in tensors.items()})
 
     @property
     def prefix_tokens(self) -> int:

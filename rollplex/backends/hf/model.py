@@ -70,7 +70,8 @@ def bind(model: HostModel, views: Mapping[str, Tensor]) -> None:
     """Replace every parameter by a view of the caller's memory, in place; nothing keeps a copy of the old ones.
 
     `views` has exactly the names of named_parameters(), with their shapes and dtype (AssertionError otherwise). The
-    views must stay at their addresses; their pages may be unmapped and mapped again while no call is running.
+    views must stay at their addresses; their pages may be unmapped and mapped again while no call is running. Buffers
+    go where the views are.
     """
     wanted = dict(model.named_parameters())
     assert wanted.keys() == views.keys(), f"names differ: {sorted(wanted.keys() ^ views.keys())[:5]}"
@@ -80,6 +81,15 @@ def bind(model: HostModel, views: Mapping[str, Tensor]) -> None:
         owner, leaf = name.rpartition(".")[::2]
         model.get_submodule(owner)._parameters[leaf] = nn.Parameter(new, requires_grad=old.requires_grad)
     _tie(model)
+    buffers_to(model, next(iter(views.values())).device)
+
+
+def buffers_to(model: HostModel, device: torch.device) -> None:
+    """Rotary frequencies to the device on which the parameters lie."""
+    for module in model.modules():
+        module._buffers = {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
+        if getattr(module, "original_inv_freq", None) is not None:
+            module.original_inv_freq = module.original_inv_freq.to(device)
 
 
 def freeze(model: HostModel, prefixes: Iterable[str]) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
+from rollplex.backends.cuda import attention as gpu
+
 NAME = "rollplex_flash_windows"
 
 
@@ -40,6 +42,9 @@ def window_attention(
     """The attention function transformers looks up by name: [1, heads, patches, d] -> [1, patches, heads, d]."""
     bounds = cu_seq_lens_q.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
+    if query.is_cuda:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return gpu.packed(q, k, v, gpu.Lengths.of(lengths, query.device), scaling, causal=False)[None], None
     if len(set(lengths)) == 1:
         return _together(query, key, value, lengths[0], scaling).transpose(0, 1)[None], None
     parts = []

@@ -14,7 +14,7 @@ from rollplex.ir.work import Work
 
 @dataclass(frozen=True)
 class HostFacts:
-    """transformers' Qwen2.5-VL modules on CPU processes: trainer, scorer and rollout engine."""
+    """transformers' Qwen2.5-VL modules, on CPU processes or on GPUs: trainer, scorer and rollout engine."""
 
     name: str = "host"
     trains: bool = True

@@ -68,19 +68,21 @@ class Replica:
     def prefix(
         self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None, before: Sequence[Tensor]
     ) -> PrefixResult:
-        return run_prefix(self.model, prompt, slot, attached=attached, saved=saved, before=before)
+        return run_prefix(self.model, prompt.on(slot.device), slot, attached=attached, saved=saved, before=before)
 
     def logprobs(
         self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], temperature: float, recompute: bool
     ) -> Tensor:
         model, prompt, before = self.model, prefix.prompt, prefix.before
-        return suffix_logprobs(model, kv, prompt, responses, temperature, recompute=recompute, before=before)
+        return suffix_logprobs(model, kv, prompt, responses, temperature, recompute=recompute, before=before).cpu()
 
     def values(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
-        return suffix_values(self.model, kv, prefix.prompt, responses, recompute=recompute, before=prefix.before)
+        found = suffix_values(self.model, kv, prefix.prompt, responses, recompute=recompute, before=prefix.before)
+        return found.cpu()
 
     def scores(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
-        return suffix_scores(self.model, kv, prefix.prompt, responses, recompute=recompute, before=prefix.before)
+        found = suffix_scores(self.model, kv, prefix.prompt, responses, recompute=recompute, before=prefix.before)
+        return found.cpu()
 
     def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor) -> None:
         prefix_backward(prefix, kv_grads)

@@ -134,7 +134,7 @@ class Rows:
         rows = cls(
             torch.zeros(shape, dtype=torch.int64),
             torch.zeros(shape[0], dtype=torch.int64),
-            torch.zeros(shape, dtype=dtype),
+            torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32)),
             torch.zeros(shape, dtype=torch.int32),
         )
         if begun is not None:
@@ -178,7 +178,8 @@ def _go_on(model: HostModel, cache: Cache, made: Rows, prompts: Sequence[Prompt]
     language = model.model.language_model
     for row in made.lengths.nonzero()[:, 0].tolist():
         prompt, count = prompts[int(cache.prompt_of[row])], int(made.lengths[row])
-        inputs = torch.cat([prompt.input_ids[-1:], made.tokens[row, : count - 1]])[None]
+        prompt = prompt.on(cache.own.device)
+        inputs = torch.cat([prompt.input_ids[-1:], made.tokens[row, : count - 1].to(cache.own.device)])[None]
         hidden = language.embed_tokens(inputs)
         rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, count))
         prefill = _Prefill(cache, row, count)
@@ -199,7 +200,7 @@ def prefill(
 ) -> None:
     """Run the prefix of every prompt, once for all its responses."""
     for slot, prompt in zip(cache.prefixes, prompts, strict=True):
-        run_prefix(model, prompt, slot, attached=False)
+        run_prefix(model, prompt.on(slot.device), slot, attached=False)
         on_step(0, len(cache.live))
 
 
@@ -213,15 +214,15 @@ def _sample(logits: Tensor, temperature: float, dice: Tensor) -> Tensor:
 
 
 def _decode(model: HostModel, cache: Cache, tokens: Tensor, at: Tensor) -> Tensor:
-    """Logits [live, vocab] after one more token a row, which is the row's `at`-th."""
-    language = model.model.language_model
+    """Logits [live, vocab], on the host, after one more token a row, which is the row's `at`-th."""
+    language, device = model.model.language_model, cache.own.device
     cache.at = at
-    hidden = language.embed_tokens(tokens[:, None])
-    positions = (cache.first_position[cache.live] + at).expand(3, -1)[..., None]
+    hidden = language.embed_tokens(tokens[:, None].to(device))
+    positions = (cache.first_position[cache.live] + at).expand(3, -1)[..., None].to(device)
     rotary = language.rotary_emb(hidden, positions)
     for layer in language.layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=cache)
-    return model.lm_head(language.norm(hidden))[:, 0]
+    return model.lm_head(language.norm(hidden))[:, 0].cpu()
 
 
 class Cache:
@@ -267,7 +268,7 @@ class Cache:
             found, found_lse = attend_prefix(packed, prefix_key[None], prefix_value[None], scale)
             other[start:stop] = found[0].unflatten(1, (stop - start, -1)).transpose(0, 1)
             other_lse[start:stop] = found_lse[0].unflatten(1, (stop - start, -1)).transpose(0, 1)
-        return merge(out, lse, other, other_lse)[0].flatten(1, 2)[:, :, None]
+        return merge(out, lse, other, other_lse)[0].flatten(1, 2)[:, :, None].to(query.dtype)
 
     def _own(self, layer: int, grouped: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of the rows to their own tokens, this one included; live rows sit in the first slots."""

@@ -18,7 +18,7 @@ from torch.nn.functional import embedding, linear
 
 from rollplex.backends.collectives import Groups
 from rollplex.backends.facts import Block
-from rollplex.backends.hf.model import HostModel, build_model
+from rollplex.backends.hf.model import HostModel, buffers_to, build_model
 from rollplex.backends.shard import Region, Shard
 
 
@@ -47,6 +47,7 @@ def sharded_model(
     for name, view in tower.items():
         owner, leaf = name.rpartition(".")[::2]
         _set(model.get_submodule(owner), leaf, view)
+    buffers_to(model, snapshot.device)
     return model.requires_grad_(False)
 
 
@@ -80,7 +81,7 @@ class _Fused:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: tuple[Block, ...]) -> None:
         self.weight, self.bias = weight, bias
-        self.of = {part: _columns(rows, part) for part in dict.fromkeys(b.part for b in rows)}
+        self.of = {part: _columns(rows, part, weight.device) for part in dict.fromkeys(b.part for b in rows)}
         self._waiting: set[str] = set()
         self._result: Tensor | None = None
 
@@ -95,7 +96,7 @@ class _Fused:
         return result[..., where] if isinstance(where, slice) else result.index_select(-1, where)
 
 
-def _columns(rows: tuple[Block, ...], part: str) -> slice | Tensor:
+def _columns(rows: tuple[Block, ...], part: str, device: torch.device) -> slice | Tensor:
     """Where the rows of a part lie, in their own order: a slice where they lie together."""
     found: list[tuple[int, range]] = []
     at = 0
@@ -106,7 +107,7 @@ def _columns(rows: tuple[Block, ...], part: str) -> slice | Tensor:
     places = [i for _, span in sorted(found, key=lambda f: f[0]) for i in span]
     if places == list(range(places[0], places[-1] + 1)):
         return slice(places[0], places[-1] + 1)
-    return torch.tensor(places)
+    return torch.tensor(places, device=device)
 
 
 class _Part(nn.Module):

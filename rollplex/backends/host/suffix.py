@@ -39,13 +39,14 @@ def suffix_logprobs(
     reference. `recompute` keeps only layer inputs for the backward. At most `logit_rows` rows of logits exist at a
     time, in the backward too.
     """
-    targets, mask = _pad(responses)
+    targets, mask = _pad(responses, kv.device)
     hidden = _forward(model, [*before, kv], prompt, targets[:, :-1], recompute)
     found = [
         _head(model, rows, wanted, temperature)
         for rows, wanted in zip(hidden[mask].split(logit_rows), targets[mask].split(logit_rows), strict=True)
     ]
-    return torch.zeros(mask.shape, dtype=hidden.dtype).masked_scatter(mask, torch.cat(found))
+    every = torch.cat(found)
+    return every.new_zeros(mask.shape).masked_scatter(mask, every)
 
 
 def suffix_values(
@@ -58,7 +59,7 @@ def suffix_values(
     before: Sequence[Tensor] = (),
 ) -> Tensor:
     """Values [n, T_max] of the states in which the response tokens are chosen, 0 beyond each response's end."""
-    targets, mask = _pad(responses)
+    targets, mask = _pad(responses, kv.device)
     hidden = _forward(model, [*before, kv], prompt, targets[:, :-1], recompute)
     return torch.where(mask, model.score(hidden)[..., 0], 0)
 
@@ -73,29 +74,32 @@ def suffix_scores(
     before: Sequence[Tensor] = (),
 ) -> Tensor:
     """Scores [n], each read at the last token of its response."""
-    tokens, mask = _pad(responses)
+    tokens, mask = _pad(responses, kv.device)
     hidden = _forward(model, [*before, kv], prompt, tokens, recompute)
     return model.score(hidden[torch.arange(len(tokens)), mask.sum(1)])[:, 0]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log p(token) [m] under softmax(logits / temperature) of logits [m, vocab]: what rollout records too."""
-    scaled = logits / temperature
+    """log p(token) [m] under softmax(logits / temperature) of logits [m, vocab]: what rollout records too.
+
+    At least float32, whatever the logits are.
+    """
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
 def suffix_positions(prompt: Prompt, start: int, count: int) -> Tensor:
     """mrope positions [3, 1, count] of suffix tokens start .. start + count - 1; token 0 is the last prompt token."""
     first = prompt.next_position - 1 + start
-    return torch.arange(first, first + count).expand(3, 1, count)
+    return torch.arange(first, first + count, device=prompt.input_ids.device).expand(3, 1, count)
 
 
-def _pad(responses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Response tokens [n, T] and which of them are real [n, T]."""
+def _pad(responses: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Response tokens [n, T] and which of them are real [n, T], where the model runs."""
     assert all(len(r) for r in responses), "every response has at least one token"
     targets = torch.nn.utils.rnn.pad_sequence(list(responses), batch_first=True)
     mask = torch.arange(targets.shape[1]) < torch.tensor([len(r) for r in responses])[:, None]
-    return targets, mask
+    return targets.to(device), mask.to(device)
 
 
 def _forward(model: HostModel, pieces: Sequence[Tensor], prompt: Prompt, tokens: Tensor, recompute: bool) -> Tensor:

@@ -26,12 +26,12 @@ class Alone:
 Group = Any  # a torch.distributed.ProcessGroup, or Alone
 
 
-def start_alone() -> None:
+def start_alone(device: torch.device) -> None:
     """Start torch.distributed with this process only, unless it runs: Megatron drops every group while it does not.
 
-    It allocates on the current CUDA device, whatever it is told: where there is none, that is the CPU.
+    It allocates on the current CUDA device, whatever it is told: for a model on a CPU, that is the CPU.
     """
-    if not torch.cuda.is_available():
+    if device.type == "cpu":
         torch.cuda.current_device = lambda: "cpu"  # pyright: ignore[reportAttributeAccessIssue]
     if not dist.is_initialized():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]

@@ -98,12 +98,14 @@ def build_model(
     group: Group | None = None,
     stored: Stored | None = None,
     sequence_parallel: bool = False,
+    device: torch.device | str = "cpu",
 ) -> MegatronQwen:
     """One rank's model from the config.json that `spec` was read from, every parameter on the meta device in `dtype`.
 
-    `group` is the tensor-parallel group, None for a rank alone. JobError for what the backend cannot run.
+    `device` is where its rotary frequencies lie, and where the parameters will. `group` is the tensor-parallel
+    group, None for a rank alone. JobError for what the backend cannot run.
     """
-    start_alone()
+    start_alone(torch.device(device))
     parsed, tp = parse(spec.config), group or Alone()
     vocab, cut = _cut(spec, tp.size()), sequence_parallel and tp.size() > 1
     with torch.device("meta"):

@@ -54,7 +54,8 @@ class MegatronModel:
         self.group: Group = group or Alone()
         self.stored = stored or Stored()
         self.frozen = frozenset(frozen)
-        self.model = build_model(spec, dtype, self.group, self.stored, sequence_parallel)
+        device = pages["language"].device
+        self.model = build_model(spec, dtype, self.group, self.stored, sequence_parallel, device)
         self.order = parameters(self.spec, self.group.size(), self.group.rank(), self.stored)
         slabs = {"language": slab or Slab(), "vision": Slab()}
         self.views: dict[str, Tensor] = {}

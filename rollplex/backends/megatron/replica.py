@@ -72,12 +72,13 @@ class Replica:
         self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None, before: Sequence[Tensor]
     ) -> PrefixResult:
         assert not before, "a plan in which Megatron runs several turns is refused"
-        return self._rank.prefix(prompt, slot, attached=attached, saved=saved)
+        return self._rank.prefix(prompt.on(slot.device), slot, attached=attached, saved=saved)
 
     def logprobs(
         self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], temperature: float, recompute: bool
     ) -> Tensor:
-        return self._rank.logprobs(prefix, kv, responses, temperature, recompute=recompute)
+        found = self._rank.logprobs(prefix, kv, [r.to(kv.device) for r in responses], temperature, recompute=recompute)
+        return found.cpu()
 
     def values(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
         raise AssertionError("a plan in which Megatron runs a model with a scalar head is refused")

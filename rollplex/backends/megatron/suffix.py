@@ -42,7 +42,7 @@ def suffix_logprobs(
     last = prompt.input_ids[-1:]
     inputs = torch.cat([torch.cat([last, r[:-1]]) for r in responses])
     start = prompt.next_position - 1
-    positions = torch.cat([torch.arange(start, start + n) for n in lengths]).expand(3, -1)
+    positions = torch.cat([torch.arange(start, start + n, device=kv.device) for n in lengths]).expand(3, -1)
     hidden = model.decode(model.embed(inputs), positions, ReadPrefix(kv, lengths), recompute)
     rows = zip(hidden.split(logit_rows), torch.cat(list(responses)).split(logit_rows), strict=True)
     found = torch.cat([_head(model, h, wanted, temperature) for h, wanted in rows])

@@ -74,7 +74,7 @@ class Tower(nn.Module):
         grid = self._grid(grid_thw)
         order, windows = grid.windows()
         hidden = _reorder(self.patch_embed(pixels), order)[:, None]
-        rotary = _reorder(self._angles(grid.coordinates()), order)[:, None, None]
+        rotary = _reorder(self._angles(grid.coordinates()), order)[:, None, None].to(pixels.device)
         full = self.vision.fullatt_block_indexes
         masks = [grid.whole_frames() if i in full else windows for i in range(len(self.blocks))]
         hidden = run_layers(self.blocks, hidden, masks, rotary, recompute)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from rollplex.backends.base import Arena
 from rollplex.backends.memory.fds import close_all
 from rollplex.backends.memory.paged import PagedArena, round_up
 from rollplex.ir.errors import OutOfMemory
@@ -86,7 +87,6 @@ class HostArena(PagedArena):
         return self._range.address
 
     def inodes(self) -> list[int]:
-        """Inodes of the pages behind the range, in order: equal in two processes that share them."""
         with open("/proc/self/maps") as maps:
             rows = [line.split() for line in maps]
         starts = [(int(row[0].split("-")[0], 16), int(row[4])) for row in rows]
@@ -167,8 +167,8 @@ class HostMemory:
             ) from error
 
 
-def lock_pages(address: int, nbytes: int) -> str:
-    """Pin a mapped range in RAM; returns "" or why the kernel refused (a small RLIMIT_MEMLOCK, mostly)."""
-    if _libc.mlock(address, nbytes) == 0:
+def lock(arena: Arena) -> str:
+    """Pin a mapped arena in RAM; returns "" or why the kernel refused (a small RLIMIT_MEMLOCK, mostly)."""
+    if _libc.mlock(arena.address, arena.nbytes) == 0:
         return ""
-    return f"mlock of {nbytes} bytes: {os.strerror(ctypes.get_errno())}"
+    return f"mlock of {arena.nbytes} bytes: {os.strerror(ctypes.get_errno())}"

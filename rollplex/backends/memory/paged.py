@@ -74,6 +74,10 @@ class PagedArena(ABC):
         finally:
             close_all(owned)
 
+    def inodes(self) -> list[int]:
+        """Inodes of the pages behind the range, in order, where pages have some: equal in two processes that share."""
+        return []
+
     def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         numel = prod(shape)
         stop = offset_bytes + numel * dtype.itemsize

@@ -7,15 +7,16 @@ saved = SavedPool(pool.slot("actor.prefix_saved"))            for hooks: handle 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 import torch
 
+from rollplex.backends.base import Arena
 from rollplex.backends.memory.ledger import Ledger
-from rollplex.backends.memory.memfd import HostMemory, lock_pages
+from rollplex.backends.memory.memfd import HostMemory, lock
 from rollplex.backends.memory.paged import round_up
 from rollplex.backends.memory.table import amount
 from rollplex.ir.errors import OutOfMemory, PlanError
@@ -35,8 +36,15 @@ class SlotSpec:
 class PinnedPool:
     """One process' pinned memory. `locked` says whether the pages are locked in RAM, `lock_error` why not."""
 
-    def __init__(self, memory: HostMemory, specs: Sequence[SlotSpec], ledger: Ledger, name: str = "pinned") -> None:
-        """Every slot is counted on the host's `ledger`, which all processes of the host share.
+    def __init__(
+        self,
+        memory: HostMemory,
+        specs: Sequence[SlotSpec],
+        ledger: Ledger,
+        name: str = "pinned",
+        pin: Callable[[Arena], str] = lock,
+    ) -> None:
+        """Every slot is counted on the host's `ledger`, which all processes of the host share; `pin` locks the pages.
 
         OutOfMemory if they do not fit; PlanError if two overlap or share a name.
         """
@@ -48,7 +56,7 @@ class PinnedPool:
             ledger.acquire(slot.name, slot.nbytes, f"allocate {name}")
         self.arena = memory.reserve(name, max((slot.offset + slot.nbytes for slot in self.slots()), default=0))
         self.arena.map()
-        self.lock_error = lock_pages(self.arena.address, self.arena.nbytes)
+        self.lock_error = pin(self.arena)
 
     @property
     def nbytes(self) -> int:

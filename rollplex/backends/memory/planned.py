@@ -1,4 +1,4 @@
-"""The planned objects of one host process: arenas for what has bytes of its own, reservations for temporaries.
+"""The planned objects of one process: arenas for what has bytes of its own, reservations for temporaries.
 
 in an arena      weights, boundary, saved state, KV, gradients, master, moments
 reserved only    workspaces and activations: torch allocates them, the ledger counts them, `measure` says how much
@@ -12,15 +12,18 @@ from contextlib import contextmanager
 
 import torch
 
+from rollplex.backends.base import Arena
+from rollplex.backends.device import Device
 from rollplex.backends.digest import digest
 from rollplex.backends.memory.ledger import Event, Ledger, Mark
-from rollplex.backends.memory.live import LiveBytes
-from rollplex.backends.memory.memfd import HostArena, HostMemory
+from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StoredObject
 from rollplex.backends.memory.pinned import PinnedPool, SlotSpec
 from rollplex.ir.plan import Plan, PlannedObject
 
-_TEMPORARY = ("prefix_workspace", "score_workspace", "activations", "runtime", "workspace", "optimizer_workspace")
+_TEMPORARY = (
+    "context", "prefix_workspace", "score_workspace", "activations", "runtime", "workspace", "optimizer_workspace",
+)  # fmt: skip
 IDLE = ""  # the window between two iterations
 
 
@@ -43,11 +46,11 @@ def _stays(o: PlannedObject) -> bool:
 class PlannedObjects:
     """`Objects` of one process: executes residency steps, and gives tensors over what it holds."""
 
-    def __init__(self, plan: Plan, kind: str, process: str, fds: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, kind: str, process: str, fds: Sequence[int], device: Device) -> None:
         """`fds` are the ledgers of the device and of the host; they are taken over."""
+        self.device = device
         self.ledger = Ledger.attach(fds[0], process=process)
         self._host_ledger = Ledger.attach(fds[1], process=process)
-        self._memory = HostMemory()
         self._first = plan.summary.windows[0].name
         self.owned = {o.name: o for o in plan.summary.objects if o.process == kind}
         self.imported = {o.name: o for o in plan.summary.objects if kind in o.readers}
@@ -55,8 +58,8 @@ class PlannedObjects:
         self.measuring = True
         self._reserved: set[str] = set()
         known = [*self.owned.values(), *self.imported.values()]
-        self._arenas: dict[str, HostArena] = {
-            o.name: self._memory.reserve(o.name, o.bytes) for o in known if not is_temporary(o.name)
+        self._arenas: dict[str, Arena] = {
+            o.name: device.memory.reserve(o.name, o.bytes) for o in known if not is_temporary(o.name)
         }
         self.pool = self._make_pool()
         self._store.add(self._stored(o) for o in known if not is_temporary(o.name))
@@ -72,6 +75,7 @@ class PlannedObjects:
     def unmap(self, name: str, step: str) -> None:
         if not is_temporary(name):
             return self._store.unmap(name, step)
+        self.device.trim()
         self.ledger.release(name, step)
         self._reserved.discard(name)
 
@@ -95,6 +99,9 @@ class PlannedObjects:
     def wrote(self, names: Sequence[str], step: str) -> None:
         self._store.wrote(*(name for name in names if not is_temporary(name)), step=step)
 
+    def settle(self) -> None:
+        self.device.settle()
+
     def window(self, name: str) -> None:
         self.ledger.mark(name)
         self._host_ledger.mark(name)
@@ -105,7 +112,7 @@ class PlannedObjects:
         if not temporary or not self.measuring:
             yield
             return
-        with LiveBytes() as live:
+        with self.device.working() as live:
             yield
         self.ledger.touch(temporary[0], live.peak_bytes, step)
 
@@ -188,7 +195,7 @@ class PlannedObjects:
 
     def _make_pool(self) -> PinnedPool:
         specs = [SlotSpec(o.name, o.bytes) for o in self.owned.values() if in_pool(o)]
-        return PinnedPool(self._memory, specs, self._host_ledger)
+        return PinnedPool(HostMemory(), specs, self._host_ledger, pin=self.device.pin)
 
     def _stored(self, o: PlannedObject) -> StoredObject:
         slot = self.pool.slot(o.name) if o.name in self.owned and in_pool(o) else None

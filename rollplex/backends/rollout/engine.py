@@ -16,6 +16,7 @@ from rollplex.backends.carried import Carried
 from rollplex.backends.collectives import Pair
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.rollout import Rollout
+from rollplex.backends.device import device_of
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.facts import load_facts
@@ -53,7 +54,7 @@ class RolloutEngine:
         self.job = job
         self.dtype = DTYPES[job.model.dtype]
         self._owner = f"train {process.rpartition(' ')[2]}"
-        self._objects = PlannedObjects(plan, "rollout", process, fds)
+        self._objects = PlannedObjects(plan, "rollout", process, fds, device_of(job, seat.gpu))
         self._copies = Copies(pair, self._objects, copies(plan, job.policy, "rollout"))
         self.sampler = make(self._served(plan, seat))
         self._seat = seat

@@ -47,6 +47,13 @@ def causal_after(query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Pie
     """n sequences of s tokens [n, heads, s, d] that all continue the same pieces, keys and values [kv_heads, p, d]."""
     if not pieces:
         return causal(query, key, value, scale)
+    if query.is_cuda:
+        ((piece_key, piece_value),) = pieces  # a plan with turns is refused there
+        n, _, s, _ = query.shape
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        lengths = gpu.Lengths.of([s] * n, query.device)
+        out = gpu.packed_after_prefix(q, k, v, lengths, piece_key, piece_value, scale)
+        return out.unflatten(0, (n, s)).transpose(1, 2)
     return _SharedPrefix.apply(query, key, value, scale, *chain.from_iterable(pieces))
 
 
@@ -61,13 +68,16 @@ def by_layer(pieces: Sequence[Tensor]) -> list[list[Piece]]:
 
 def attend_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Every query sees every key, no gradient: [b, kv_heads, m, d] -> output and log-sum-exp [b, kv_heads, m]."""
+    if query.is_cuda:
+        every = torch.full((len(key),), key.shape[2], device=query.device)
+        return attend_filled(query, key, value, every, scale)
     return _flash(query, key, value, 0.0, False, scale=scale)
 
 
 def attend_filled(query: Tensor, key: Tensor, value: Tensor, filled: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """As `attend_prefix`, but sequence i has only its first `filled[i]` keys: what lies behind is not even read."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    empty = torch.arange(key.shape[2]) >= filled[:, None]
+    empty = torch.arange(key.shape[2], device=key.device) >= filled.to(key.device)[:, None]
     scores = (query.to(wide) @ key.to(wide).transpose(-1, -2)) * scale
     scores = scores.masked_fill(empty[:, None, None], float("-inf"))
     lse = scores.logsumexp(-1)

@@ -42,8 +42,9 @@ class SavedPolicy:
 
 @dataclass(frozen=True)
 class Packed:
-    """A saved tensor as a view of the pool; `start` is its byte offset there."""
+    """A saved tensor as a view of the pool, for use on `device`; `start` is its byte offset there."""
 
+    device: torch.device
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -77,7 +78,7 @@ class SavedState:
             start = self._starts[key] = self._store(storage)
         if self.policy.pool is None:
             return x
-        return Packed(x.dtype, x.size(), x.stride(), start + int(x.storage_offset()) * x.element_size())
+        return Packed(x.device, x.dtype, x.size(), x.stride(), start + int(x.storage_offset()) * x.element_size())
 
     def _store(self, storage: torch.UntypedStorage) -> int:
         start, self.nbytes = self.nbytes, self.nbytes + -(-storage.nbytes() // ALIGN) * ALIGN
@@ -90,9 +91,9 @@ class SavedState:
                 where=self.name,
                 hint="lower the prompt or frame budget, or set recompute: full",
             )
-        source = torch.empty(0, dtype=torch.uint8)
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device)
         source.set_(storage, 0, torch.Size((storage.nbytes(),)), (1,))
-        pool[start : start + storage.nbytes()].copy_(source)
+        pool[start : start + storage.nbytes()].copy_(source, non_blocking=True)
         return start
 
     def _unpack(self, packed: Packed | Tensor) -> Tensor:
@@ -104,6 +105,8 @@ class SavedState:
         view = whole.as_strided(
             packed.size, packed.stride, whole.storage_offset() + packed.start // packed.dtype.itemsize
         )
+        if view.device != packed.device:
+            return view.to(packed.device, non_blocking=True)
         return view if self.policy.where == "hbm" else view.clone()
 
 

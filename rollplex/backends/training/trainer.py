@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rollplex.backends.carried import Carried
 from rollplex.backends.collectives import Groups, Pair
+from rollplex.backends.device import device_of
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.memory.planned import IDLE, PlannedObjects
@@ -60,7 +61,7 @@ class TrainEngine:
         self.role = job.policy
         self.dtype = DTYPES[job.model.dtype]
         self.state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self._objects = PlannedObjects(plan, "train", process, fds)
+        self._objects = PlannedObjects(plan, "train", process, fds, device_of(job, seat.gpu))
         self._copies = Copies(pair, self._objects, copies(plan, self.role, "train"))
         roles = [name for name, role in job.roles.items() if role.train or role.score]
         self._replicas = {role: make(role, self._objects) for role in roles}
@@ -108,7 +109,7 @@ class TrainEngine:
         published = self._publication if role == self.role else None
         return TrainedState(
             role, self._label(role), model.trained, self._shares[role].own, self.state_dtype, weights, current,
-            undecayed, counted, sums, published,
+            undecayed, counted, sums, published, self._objects.device,
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
