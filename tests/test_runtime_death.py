@@ -26,7 +26,9 @@ from runtime_tiny import data_dir, luck, tight_plan, tiny_plan
 
 from rollplex.ir.errors import EngineError, RunError
 from rollplex.ir.steps import Run
+from rollplex.runtime.crew import child_environment
 from rollplex.runtime.events import IterationDone, RunEvent, Started, StepEntered
+from rollplex.runtime.nursery import nursery
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import execute_plan, run_plan
 
@@ -34,6 +36,13 @@ pytestmark = pytest.mark.processes
 
 PHASES = ("P1", "P2", "P3")
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_nursery_before_anything_is_counted() -> None:
+    """The tests' own nursery (conftest.py) has a socket here, from the first run on."""
+    with nursery(child_environment(os.environ, 1)):
+        pass
 
 
 class SignalIn:
