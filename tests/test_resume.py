@@ -180,7 +180,7 @@ def test_another_plan_of_the_same_job_is_refused(tmp_path: Path) -> None:
 def test_how_long_how_patient_and_how_often_saved_make_no_other_run() -> None:
     changed = {
         "steps": 9, "silent_s": 3, "step_timeout_s": 0, "checkpoint_every": 5, "checkpoints_kept": 7,
-        "reward_timeout_s": 1, "reward_workers": 2, "reward_failure": 0.0, "wandb": "x",
+        "reward_timeout_s": 1, "reward_workers": 2, "reward_failure": 0.0, "when_short": "stop", "wandb": "x",
     }  # fmt: skip
     assert identity(tiny_plan(run=changed)) == identity(tiny_plan())
     assert identity(tiny_plan(run={"threads": 2})) != identity(tiny_plan())

@@ -274,6 +274,10 @@ class RunOptions(Section):
     checkpoints_kept: Count = Field(default=2, description="checkpoints that stay, the newest")
     reward_timeout_s: Positive = Field(default=30.0, description="seconds that one call of a host function may take")
     reward_workers: int = Field(default=8, ge=1, le=1024, description="calls of a host function that run at a time")
+    when_short: Literal["fill", "stop"] = Field(
+        default="fill",
+        description="groups that teach nothing after the last round of dynamic_sampling: train without them, or stop",
+    )
     reward_failure: Literal["stop"] | Annotated[float, Field(allow_inf_nan=False)] = Field(
         default="stop",
         description="what a call of a host function that raises or takes too long means: stop the run, or this score",

@@ -1,17 +1,13 @@
-"""What a plan says of rounds of sampling: how many at most, what keeps a group, what becomes of a step that is short.
+"""What a plan says of rounds of sampling: how many at most, and what keeps a group.
 
-rounds  at most 3; a group is kept where %and_1 keeps a token; fill
+rounds  at most 3; a group is kept where %and_1 keeps a token
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from rollplex.ir.steps import Name, Strict, Whole
-
-WhenShort = Literal["fill", "stop"]
 
 
 class Rounds(Strict):
@@ -23,4 +19,3 @@ class Rounds(Strict):
 
     most: Whole = Field(description="rounds of a step, the first and the last included")
     keeps: Name = Field(description="the loss's mask: a group of which it keeps no token is sampled again")
-    when_short: WhenShort = Field(description="groups that teach nothing after the last round: train without, or stop")

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rollplex.ir.job_schema import Count, Section, Share
-from rollplex.ir.planned_rounds import WhenShort
 
 
 class DynamicSampling(Section):
@@ -18,10 +17,6 @@ class DynamicSampling(Section):
     )
     kept: float = Field(
         default=0.5, gt=0, le=1, allow_inf_nan=False, description="groups of a round that teach something, for times"
-    )
-    when_short: WhenShort = Field(
-        default="fill",
-        description="groups that teach nothing after the last round; fill: train without them; stop: end the run",
     )
 
 

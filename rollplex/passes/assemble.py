@@ -249,8 +249,8 @@ def _streamed(module: Module) -> Iterator[str]:
 
 def rounds(module: Module) -> Rounds | None:
     """The rounds of sampling as the plan tells them."""
-    again, found = module.job.workload.dynamic_sampling, module[Schedule].rounds
-    return Rounds(most=found.most, keeps=found.keeps, when_short=again.when_short) if again and found else None
+    found = module[Schedule].rounds
+    return Rounds(most=found.most, keeps=found.keeps) if found else None
 
 
 def _sampled_again(module: Module) -> Iterator[str]:
@@ -265,8 +265,10 @@ def _sampled_again(module: Module) -> Iterator[str]:
         f"{' + '.join(map(str, rounds))} prompts an engine; {extra:.1f} of {decode:.1f} s of decode come before the "
         "last round, and no prefix beside them; KV cache and boundaries hold one round: no window needs more memory"
     )
-    if again.when_short == "fill":
-        yield "dynamic sampling: a step whose groups still teach nothing after the last round trains on fewer of them"
+    yield (
+        "dynamic sampling: a step whose groups still teach nothing after the last round trains on fewer of them, or "
+        "ends the run (run.when_short)"
+    )
 
 
 def _fetches(module: Module, o: StateObject) -> int:

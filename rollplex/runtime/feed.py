@@ -67,7 +67,7 @@ class Feed:
         limits = Limits(job.run.reward_timeout_s, job.run.reward_workers, job.run.reward_failure)
         self._host_calls = {name: HostCalls(function, name, limits) for name, function in hosts.items()}
         again = plan.summary.rounds
-        self._rounds = RoundLog(plan, again, RoundRows(job, len(rows))) if again else None
+        self._rounds = RoundLog(plan, job, again, RoundRows(job, len(rows))) if again else None
         self._order = self._rounds.rows if self._rounds else StepRows(job, len(rows))
         self._eos = end_tokens(maker.tokenizer)
         self._records = {record.name: record for record in plan.graph if record.op in ("rx.host", "rx.generate")}

@@ -22,7 +22,7 @@ from rollplex.runtime import checkpoint
 PLAN = "plan.json"
 MAY_CHANGE = frozenset({
     "steps", "silent_s", "step_timeout_s", "checkpoint_every", "checkpoints_kept", "reward_timeout_s", "reward_workers",
-    "reward_failure", "wandb",
+    "reward_failure", "when_short", "wandb",
 })  # fmt: skip
 """Keys of the job's section `run`."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.rollout import Rollout
 from rollplex.ir.errors import RunError
+from rollplex.ir.job import Job
 from rollplex.ir.parts import round_of, whole
 from rollplex.ir.plan import Plan
 from rollplex.ir.planned_rounds import Rounds
@@ -28,8 +29,8 @@ from rollplex.runtime.steprows import RoundRows
 class RoundLog:
     """One step's rounds; `hosts` are the nodes of the host functions that say which groups are kept."""
 
-    def __init__(self, plan: Plan, rounds: Rounds, rows: RoundRows) -> None:
-        self.plan, self.rounds, self.rows = plan, rounds, rows
+    def __init__(self, plan: Plan, job: Job, rounds: Rounds, rows: RoundRows) -> None:
+        self.plan, self.job, self.rounds, self.rows = plan, job, rounds, rows
         runs = (s for s in plan.programs["controller"] if isinstance(s, Run) and s.task == "host")
         self.hosts = tuple(dict.fromkeys(s.node for s in runs if round_of(s.outputs[0]) is not None))
         self.begin()
@@ -76,7 +77,7 @@ class RoundLog:
             return {}
         short, groups = self.left_out({**values, **self._scores}), len(self._scores[host])
         sampled, kept = sum(self._sampled), groups - len(short)
-        if short and self.rounds.when_short == "stop":
+        if short and self.job.run.when_short == "stop":
             raise self._short(step, len(short), groups, sampled)
         rounds = sum(count > 0 for count in self._sampled)
         counts = {"rounds": rounds, "groups_sampled": sampled, "groups_kept": kept, "groups_short": len(short)}
@@ -90,6 +91,6 @@ class RoundLog:
         )
         hint = (
             "raise workload.dynamic_sampling.rounds, or give run.data whose prompts are neither all solved nor all "
-            "failed, or workload.dynamic_sampling.when_short=fill trains on the groups that were kept"
+            "failed, or go on with --resume and run.when_short=fill, on the groups that were kept"
         )
         return RunError(what, where=f"step {step + 1}, workload.dynamic_sampling", hint=hint)

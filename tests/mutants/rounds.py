@@ -29,11 +29,10 @@ def _tasks(plan: Plan) -> Iterator[tuple[str, int, Run]]:
 def rounds_of_another_plan(plan: Plan) -> Iterator[Plan]:
     """A plan for one round says that there are more, or one of several forgets them."""
     if plan.summary.rounds is None:
-        yield summarise(plan, rounds=Rounds(most=2, keeps=plan.graph[-1].name, when_short="stop"))
+        yield summarise(plan, rounds=Rounds(most=2, keeps=plan.graph[-1].name))
         return
     yield summarise(plan, rounds=None)
     yield _rounds(plan, most=plan.summary.rounds.most + 1)
-    yield _rounds(plan, when_short="stop" if plan.summary.rounds.when_short == "fill" else "fill")
 
 
 @mutant("round", "asked")

@@ -29,14 +29,9 @@ def told(facts: Facts) -> Iterator[Violation]:
     except PlanError:
         return
     says = facts.plan.summary.rounds
-    given = (says.most, says.when_short) if says else None
-    if given != (asked := (again.rounds, again.when_short) if again else None):
-        what = f"rounds of sampling are {_text(given)}, the job has {_text(asked)}"
-        yield Violation("round", what, where="summary.rounds")
-
-
-def _text(rounds: tuple[int, str] | None) -> str:
-    return f"{rounds[0]}, {rounds[1]}" if rounds else "one"
+    given, asked = says.most if says else 1, again.rounds if again else 1
+    if given != asked or (says is None) != (again is None):
+        yield Violation("round", f"rounds of sampling are {given}, the job has {asked}", where="summary.rounds")
 
 
 def keeps(facts: Facts, rounds: Rounds) -> Iterator[Violation]:
