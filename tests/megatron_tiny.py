@@ -21,6 +21,7 @@ from rollplex.backends.megatron.names import Stored, parameters
 from rollplex.backends.megatron.rank import PARTS, MegatronModel
 from rollplex.backends.megatron.weights import fill, gather
 from rollplex.backends.training.boundary import boundary_leaf
+from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.models import spec_from_config
 from rollplex.ir.plan import Plan
@@ -126,7 +127,7 @@ def step(config: dict[str, Any], weights: Mapping[str, Tensor], dtype: torch.dty
     """One training step of this process' rank: alone, or in the group of all."""
     rank, _ = make_rank(config, weights, dtype, group_here(), case)
     flat = torch.zeros(memory.numel(rank.trained), dtype=dtype)
-    gradients = rank.accumulate(flat)
+    gradients = rank.accumulate(FlatGradients(flat))
     logprobs = train(rank, groups, case)
     assert all(p.grad is None for p in rank.model.parameters())
     everything = {p.name: torch.zeros(p.shape, dtype=dtype) for p in rank.order} | gradients

@@ -89,6 +89,7 @@ def assert_as_planned(plan: Plan, log: MemoryLog) -> None:
     """Every object in every window is what the plan says, to the byte; workspaces stay within it."""
     assert [row for row in log.objects(plan) if not row.as_planned] == []
     assert [w for w in log.windows(plan) if w.planned != w.measured] == []
+    assert [p for p in log.pieces(plan) if p.planned != p.measured] == []
 
 
 class InThreads:

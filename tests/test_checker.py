@@ -34,6 +34,7 @@ PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "adapters": compiled("lora"),
     "streamed": compiled("streamed"),
     "rounds": compiled("dynamic sampling"),
+    "gradients in pieces": compiled("four nodes"),
 }
 NAMES = sorted(MUTANTS)
 

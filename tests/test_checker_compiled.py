@@ -30,6 +30,8 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "streamed": (NODE, (*STREAMED, *FEW)),
     "streamed, data parallel": (CLUSTER, (*STREAMED, "workload.prompts=16")),
     "four nodes": (CLUSTER, ()),
+    "gradients in pieces": (NODE, ("optimizer.chunks=3", "roles.actor.freeze=[]", *FEW)),
+    "gradients in pieces, four nodes": (CLUSTER, ("optimizer.chunks=4",)),
     "saved state at the host": (NODE, ("roles.actor.prefix_saved=host", *FEW)),
     "saved state in HBM": (NODE, ("roles.actor.prefix_saved=hbm", *FEW)),
     "trained tower": (NODE, ("roles.actor.freeze=[]", *FEW)),

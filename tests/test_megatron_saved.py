@@ -16,6 +16,7 @@ from rollplex.backends.megatron.facts import FACTS
 from rollplex.backends.megatron.rank import MegatronModel
 from rollplex.backends.memory.live import LiveBytes
 from rollplex.backends.training.boundary import boundary_leaf
+from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.errors import OutOfMemory
 from rollplex.ir.spec import Part
@@ -87,7 +88,7 @@ def measured(shape: str, dtype: torch.dtype, recompute: str, sequence: bool) -> 
     oracle, group = oracle_model(config, dtype), group_here()
     weights = {n: p.detach() for n, p in oracle.named_parameters()}
     rank, _ = make_rank(config, weights, dtype, group, Case(sequence=sequence))
-    rank.accumulate(torch.zeros(memory.numel(rank.trained), dtype=dtype))
+    rank.accumulate(FlatGradients(torch.zeros(memory.numel(rank.trained), dtype=dtype)))
     prompt = video_prompt(oracle, grid, words) if grid else text_prompt(2 * words)
     slot, responses = torch.zeros(rank.boundary_shape(prompt.prefix_tokens), dtype=dtype), responses_of([7] * 4)
     policy = SavedPolicy("host", recompute, torch.zeros(32 << 20, dtype=torch.uint8))  # pyright: ignore[reportArgumentType]

@@ -7,6 +7,7 @@ flat order   |p0......|p1..|p2..........|      one rank      [ all              
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from hypothesis import given, settings
@@ -87,7 +88,8 @@ class Rank:
         self.weights = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in names}
         trained = TrainedState(
             "actor", "", tuple(names), share, torch.float32, self.weights, self.held.__getitem__, frozenset({"p1"}),
-            frozenset(), lambda own: [own], Publication(None), HostDevice(),
+            frozenset(), lambda own: [own], Publication(None), HostDevice(), lambda tell: nullcontext(),
+            lambda op, elements: None,
         )  # fmt: skip
         starts = range(0, longest, chunk)
         streams = ("actor.gradients", "actor.master", "actor.moments")

@@ -58,6 +58,13 @@ class Arena(Protocol):
         """Let the pages go; whoever adopted them keeps them, a later touch of a view faults. PlanError if unmapped."""
         ...
 
+    def unmap_part(self, start: int, stop: int) -> None:
+        """Let the pages of bytes [start, stop) go; with the last of them the arena is unmapped.
+
+        PlanError unless it lies between cuts that the range was reserved with, and if its pages are gone or adopted.
+        """
+        ...
+
     def export(self) -> list[int]:
         """New file descriptors of the pages, one a chunk, in order; the caller closes them (each keeps pages alive).
 
@@ -93,6 +100,9 @@ class Memory(Protocol):
         """The granularity of everything reserved and mapped (4 KiB on a host, 2 MiB on the GPUs of today)."""
         ...
 
-    def reserve(self, name: str, nbytes: int) -> Arena:
-        """Reserve an address range without pages; OutOfMemory if the address space has no room."""
+    def reserve(self, name: str, nbytes: int, cuts: Sequence[int] = ()) -> Arena:
+        """Reserve an address range without pages; OutOfMemory if the address space has no room.
+
+        At `cuts`, bytes from its beginning in whole pages, parts may be unmapped apart.
+        """
         ...

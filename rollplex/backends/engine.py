@@ -50,6 +50,10 @@ class TrainedState:
     are the x of all ranks that count parts of one model. `label` stands before the names of the role's metrics: nothing
     for the policy, `critic_`. `publication` is told what is written and when it is whole, where others read it. On
     `device` the weights lie, and chunks of streamed state are updated.
+
+    While a block under `finals(tell)` runs the last backward of the step, `tell` hears, in that thread, which elements
+    of the gradients are final, each once; what it does not hear of is final when the block ends. `reduce(op, elements)`
+    sums them over the replicas, for all of them or each where it is owned (`Exchange.op`).
     """
 
     role: str
@@ -64,6 +68,8 @@ class TrainedState:
     sums: Callable[[float], list[float]]
     publication: Publication | None
     device: Device
+    finals: Callable[[Callable[[range], None]], AbstractContextManager[None]]
+    reduce: Callable[[str, range], None]
 
 
 class Objects(Protocol):
@@ -83,6 +89,10 @@ class Objects(Protocol):
 
     def offload(self, name: str, step: str) -> None:
         """Pages to host copy, then unmap."""
+        ...
+
+    def offload_part(self, name: str, start: int, stop: int, step: str) -> None:
+        """Bytes [start, stop) to the host copy, and let their pages go; one thread a time, beside other work."""
         ...
 
     def drop(self, name: str, step: str) -> None:

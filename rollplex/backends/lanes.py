@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollplex.ir.errors import EngineError, Problem, RollplexError
+from rollplex.ir.errors import EngineError, PeerError, Problem, RollplexError
 
 _TICK_S = 0.2
 _HINT = "look at the log of this process; the weights that were published last are whole, those in memory are not"
@@ -83,11 +83,11 @@ class ThreadLanes:
     """`Lanes` of a host: `own` runs in the thread that calls, every other lane in a thread of its own.
 
     Threads are daemons: one that hangs does not keep the process from ending. `tell(lane, text)` hears what a lane
-    begins, in the lane's thread, and an empty text when it is done.
+    begins, in the lane's thread, and an empty text when it is done. Errors name `where` it happened.
     """
 
-    def __init__(self, own: str, patience_s: float, tell: Tell = untold) -> None:
-        self._own, self._patience_s, self._tell = own, patience_s, tell
+    def __init__(self, own: str, patience_s: float, tell: Tell = untold, where: str = "optimizer") -> None:
+        self._own, self._patience_s, self._tell, self._where = own, patience_s, tell, where
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._last: dict[str, Event] = {}
         self._spans: list[LaneSpan] = []
@@ -135,7 +135,7 @@ class ThreadLanes:
             self.wait(event.after)
             self._tell(lane, event.text)
             start_ns = time.monotonic_ns()
-            event.failed = _done(event.text, work)
+            event.failed = _done(event.text, work, self._where)
             self._spans.append(LaneSpan(lane, event.text, start_ns, time.monotonic_ns()))
             self._tell(lane, "")
         except EngineError as err:
@@ -152,7 +152,7 @@ class ThreadLanes:
             if self._closed:
                 break
         what = f"{event.late().text} has not ended for {self._patience_s:g} s"
-        self._failed = self._failed or EngineError(what, where="optimizer", hint=_HINT)
+        self._failed = self._failed or EngineError(what, where=self._where, hint=_HINT)
         raise self._failed
 
     def _refuse_failed(self) -> None:
@@ -166,14 +166,18 @@ def _serve(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         work()
 
 
-def _done(text: str, work: Callable[[], None]) -> EngineError | None:
-    """Do it; an error of it with the work's name. A bug of ours leaves its traceback in the process' log."""
+def _done(text: str, work: Callable[[], None], where: str) -> EngineError | None:
+    """Do it; an error of it with the work's name. A bug of ours leaves its traceback in the process' log.
+
+    A peer that is gone stays one: the controller then looks for the process that went first.
+    """
     try:
         work()
         return None
     except RollplexError as err:
         placed = ((f"{p.where}: {p.what}" if p.where else p.what, p.hint or _HINT) for p in err.problems)
-        return EngineError(*(Problem(f"{text}: {what}", "optimizer", hint) for what, hint in placed))
+        kind = PeerError if isinstance(err, PeerError) else EngineError
+        return kind(*(Problem(f"{text}: {what}", where, hint) for what, hint in placed))
     except Exception as err:
         traceback.print_exception(err)
-        return EngineError(f"{text}: {type(err).__name__}: {err}", where="optimizer", hint=_HINT)
+        return EngineError(f"{text}: {type(err).__name__}: {err}", where=where, hint=_HINT)

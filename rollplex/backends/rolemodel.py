@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,12 +65,15 @@ class RoleModel(Protocol):
         """A reward model's scores [responses] over a prefix, under the caller's grad mode."""
         ...
 
-    def prefix_backward(self, prefix: Prefix, kv_grads: Tensor) -> None:
-        """Gradients of the prefix from d(loss)/d(kv); once for each attached prefix."""
+    def prefix_backward(self, prefix: Prefix, kv_grads: Tensor, begins: Callable[[Any], None]) -> None:
+        """Gradients of the prefix from d(loss)/d(kv); once for each attached prefix.
+
+        `begins` gets the edges of the graph that the backward starts from, before it does.
+        """
         ...
 
-    def accumulate(self, flat: Tensor) -> None:
-        """From now on add gradients to `flat`, end to end in the order of `trained`, as they become final."""
+    def accumulate(self, into: Any) -> None:
+        """From now on add gradients to flat memory, end to end in the order of `trained`, as they become final."""
         ...
 
     def fill(self) -> None:

@@ -107,6 +107,9 @@ class Times(Strict):
     saving_bound_s: Seconds
     environment_s: Seconds = Field(default=0.0, description="between turns, when nothing is decoded")
     hidden_post_s: Seconds = Field(default=0.0, description="part of post_s that runs while others decode: `streamed`")
+    hidden_offload_s: Seconds = Field(
+        default=0.0, description="part of the gradients' way to the host that runs beside the backward that ends them"
+    )
     streamed_s: Seconds | None = Field(default=None, description="what the step of `rollplex` would take `streamed`")
     turns: tuple[TurnTimes, ...] = Field(default=(), description="turn by turn, where there are several")
 

@@ -73,11 +73,24 @@ Task = Literal["load", "host", "generate", "prefix", "suffix", "whole", "train",
 """`whole` is a scoring call that is not split; `train` is one too, where its role has no prefix."""
 
 
+class Piece(Strict):
+    """Bytes [start, stop) of an object, whole pages, that leave for the pinned pool while the task that ends them runs.
+
+    Where gradients of replicas are summed, that of the piece comes first.
+    """
+
+    object: Name
+    start: Whole
+    stop: Whole
+    reduce: Literal["", "all_reduce", "reduce_scatter"] = ""
+
+
 class Run(_Step):
     """Execute one task of the graph for one microbatch.
 
     `reads` / `writes` are objects in HBM; `streams` are objects that live in the pinned pool and that the task moves
-    piecewise over the host link (offloaded saved tensors); `inputs` / `outputs` are small host values.
+    piecewise over the host link (offloaded saved tensors); `inputs` / `outputs` are small host values. `offloads` are
+    the pieces of what it writes for the last time, in the order in which they become final: each leaves as it does.
     """
 
     kind: Literal["run"] = "run"
@@ -88,6 +101,7 @@ class Run(_Step):
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     streams: tuple[str, ...] = ()
+    offloads: tuple[Piece, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 

@@ -134,13 +134,16 @@ class Costs:
         A backward is two forwards, one for gradients of inputs and one for those of weights. Frozen base weights have
         none: under LoRA it is one, and the GEMMs of the adapters are added.
         """
-        backward = (1 if work.adapters else 2) + (1 if work.recompute else 0)
+        backward = _forwards_of_a_backward(work)
         adapters = prompts * self._adapters_s(work, whole)
         if whole:
             return self.whole_s(work, prompts) * (1 + backward) + adapters
-        suffix = self.suffix_s(work, prompts) * (1 + backward)
+        return self.suffix_s(work, prompts) * (1 + backward) + prompts * sum(self.prefix_backward_s(work)) + adapters
+
+    def prefix_backward_s(self, work: Work) -> tuple[float, float]:
+        """Backward of one prompt's prefix: through the language model, then through a tower that is trained."""
         tower = self._tower_s(work) * (3 if work.vision_grad else 0)
-        return suffix + prompts * (self._prompt_s(work) * backward + tower) + adapters
+        return self._prompt_s(work) * _forwards_of_a_backward(work), tower
 
     def _adapters_s(self, work: Work, whole: bool) -> float:
         """GEMMs of A and B on the tokens of one prompt group: forward, gradients of inputs and of weights."""
@@ -205,6 +208,11 @@ class Costs:
         if lora is None or lora.served == "merged":
             return 0.0
         return 2 * len(lora.targets) * self.job.spec.layers * ADAPTER_LAUNCH_S
+
+
+def _forwards_of_a_backward(work: Work) -> int:
+    """Gradients of inputs and, unless they are frozen, of weights; the forward itself where it is recomputed."""
+    return (1 if work.adapters else 2) + (1 if work.recompute else 0)
 
 
 def _sends_tower(job: Job) -> bool:

@@ -18,8 +18,10 @@ from rollplex.ir.plan import Times
 from rollplex.ir.planned_turns import TurnTimes
 from rollplex.ir.streamed_checks import streamed_rules
 from rollplex.passes.layout import Layout, layout_of
+from rollplex.passes.leaving import leaving
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule, SchedulePass
+from rollplex.passes.state import Lifetimes
 from rollplex.passes.timeline import Added, Timeline, window_seconds
 
 
@@ -61,6 +63,13 @@ def streamed_s(module: Module, exposed: float) -> float | None:
     return round(sum(t.last_s for t in line.turns) + line.post_s - line.hidden_post_s + exposed, 6)
 
 
+def hidden_offload_s(module: Module) -> float:
+    """What gradients that leave beside their backward take off the step."""
+    pieces, objects = module[Residency].in_pieces, module[Lifetimes].objects
+    found = (leaving(module.job, o.role, o.nbytes) for o in objects if o.name in pieces)
+    return sum(way.hidden_s for way in found if way)
+
+
 def _turn_times(line: Timeline) -> tuple[TurnTimes, ...]:
     """Turn by turn, where there are several."""
     found = tuple(
@@ -85,7 +94,7 @@ class EstimatePass:
     """
 
     name: ClassVar[str] = "estimate"
-    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, Residency)
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, Lifetimes, Residency)
     makes: ClassVar[type] = Estimate
 
     def run(self, module: Module) -> Module:
@@ -112,6 +121,7 @@ class EstimatePass:
             saving_bound_s=round(sum(t.saving_bound_s for t in line.turns), 6),
             environment_s=round(line.environment_s, 6),
             hidden_post_s=round(line.hidden_post_s, 6),
+            hidden_offload_s=round(hidden_offload_s(module), 6),
             streamed_s=streamed_s(module, exposed),
             turns=_turn_times(line),
         )

@@ -5,6 +5,7 @@ A window has three times: what is fetched or mapped at its beginning, its work, 
     P2 train-actor   |begin| work        |end|    saved state is freed by its last use, in the work of the window;
     prefix saved ##########| ########### |        gradients begin at the host where they are offloaded, at its end:
     gradients              |             |####    the two may lie at the same addresses
+    in pieces              | ########### |####    unless they leave beside the backward, which needs the saved state
 
 Weights and optimizer state keep their place for the whole iteration, also while a copy of them is in HBM.
 """
@@ -63,7 +64,8 @@ class Lives:
         if o.host_backed or o.class_ in LASTING:
             return 0, 3 * len(windows)
         first, last = windows.index(there[0]), windows.index(o.alive(windows)[-1])
-        begin = 3 * first + WORK if o.alive(windows)[0] == there[0] else 3 * (first - 1) + END
+        leaves = WORK if o.name in residency.in_pieces else END
+        begin = 3 * first + WORK if o.alive(windows)[0] == there[0] else 3 * (first - 1) + leaves
         return begin, 3 * last + END
 
     def touched(self, span: tuple[int, int]) -> tuple[str, ...]:

@@ -220,6 +220,7 @@ class Inventory(WeightRows):
             f"{role}.gradients", f"{role} FP{8 * size} gradients", "phase-local", role,
             trained_parameters(job, role) * size,
             {**self.uses(train), **uses}, produced=train[0], always=self.naive, options=options,
+            by_layer=bool(self.schedule.prefixes(role)),
             why="accumulated over prompt groups, consumed chunk by chunk",
         )  # fmt: skip
         masters = 0 if job.zero(role) == 3 else 1  # ZeRO-3's weights are the masters

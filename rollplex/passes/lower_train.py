@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rollplex.ir.lora import lora_of
 from rollplex.ir.loss import split_loss
-from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Signal, Step, UpdateChunk, Wait
+from rollplex.ir.steps import Barrier, Exchange, Piece, Publish, Rebuild, Run, Signal, Step, UpdateChunk, Wait
 from rollplex.ir.work import trains_vision
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.inventory import activations_name
 from rollplex.passes.layout import Layout
+from rollplex.passes.leaving import leaving
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
 from rollplex.passes.schedule import Call, Window, turned
 from rollplex.passes.state import Lifetimes
@@ -184,20 +186,35 @@ class TrainProgram(Context):
         yield from (self._prefix_backward(window, prefix, microbatch) for prefix in reversed(prefixes))
 
     def _finish(self, window: Window) -> Iterator[Step]:
-        """Behind the last group: gradients of all replicas, and their norm."""
-        job, at, role = self.module.job, window.name, window.role
-        gradients = f"{role}.gradients"
-        if job.degrees(role).replicas > 1:
+        """Behind the last group: gradients of all replicas, and their norm. In pieces they are reduced, and gone."""
+        at, role = window.name, window.role
+        gradients, op = f"{role}.gradients", self._reduction(role)
+        gone = self.leaves_in_pieces(gradients, at)
+        if op and not gone:
             nbytes = self.module[Lifetimes][gradients].nbytes
-            op = "reduce_scatter" if job.cuts_optimizer(role) else "all_reduce"
             yield Exchange(window=at, group="dp", op=op, object=gradients, nbytes=nbytes)
         norm = "norm" if role == self.policy else f"{role}.norm"
         update = self.schedule.call("update", role)
         assert update is not None
         yield Run(
             window=at, task="grad_norm", node=update.node, role=role,
-            reads=(gradients,), inputs=self.of_all(split_loss(self.module.graph, role).divisor_inputs), outputs=(norm,),
+            reads=() if gone else (gradients,), streams=(gradients,) if gone else (),
+            inputs=self.of_all(split_loss(self.module.graph, role).divisor_inputs), outputs=(norm,),
         )  # fmt: skip
+
+    def _reduction(self, role: str) -> Literal["", "all_reduce", "reduce_scatter"]:
+        """How the gradients of all replicas are summed; empty where there is one."""
+        job = self.module.job
+        if job.degrees(role).replicas == 1:
+            return ""
+        return "reduce_scatter" if job.cuts_optimizer(role) else "all_reduce"
+
+    def _pieces_of(self, role: str) -> tuple[Piece, ...]:
+        """The gradients as the backward ends them, which the plan has at the host from then on."""
+        name, op = f"{role}.gradients", self._reduction(role)
+        found = leaving(self.module.job, role, self.module[Lifetimes][name].nbytes)
+        assert found is not None, f"{name} leaves in pieces, and gains nothing"
+        return tuple(Piece(object=name, start=start, stop=stop, reduce=op) for start, stop in found.pieces)
 
     def _train_step(self, window: Window, call: Call, microbatch: int) -> Step:
         role, at = window.role, window.name
@@ -223,11 +240,14 @@ class TrainProgram(Context):
         # What was dropped is made again from the pixels, through a tower that may itself be frozen.
         dropped = self.place(saved, at) == "dropped" and not trains_vision(self.module.job, role)
         again = self.placed(at, "hbm", self._tower(role)) if dropped else ()
+        last = prefix.turn == 1 and microbatch == self.module.job.prompts_of(role) - 1
+        gone = last and self.leaves_in_pieces(f"{role}.gradients", at)
         return Run(
             window=at, task="prefix_backward", node=prefix.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *again, *self._pieces(prefix, at), *self.placed(at, "hbm", own, saved)),
             writes=self.placed(at, "hbm", f"{role}.gradients", self._activations(role)),
             streams=self.placed(at, "host", saved), inputs=self.schedule.inputs[prefix.node],
+            offloads=self._pieces_of(role) if gone else (),
         )  # fmt: skip
 
     def _update(self, window: Window) -> Iterator[Step]:

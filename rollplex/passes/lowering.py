@@ -139,6 +139,12 @@ class Context:
         """Objects whose pages a process kind owns."""
         return [o for o in self.module[Lifetimes].objects if o.process == process]
 
+    def leaves_in_pieces(self, name: str, window: str) -> bool:
+        """Whether an object leaves beside the backward that ends it: in the last window that has it in HBM."""
+        if name not in self.module[Residency].in_pieces:
+            return False
+        return window == [w for w in self.schedule.names() if self.place(name, w) == "hbm"][-1]
+
     # ---- residency changes
 
     def neighbours(self, o: StateObject, window: str) -> tuple[str, str]:
@@ -170,7 +176,7 @@ class Context:
             _, after = self.neighbours(o, window)
             if after == "-" or (after == "host" and o.host_backed):
                 yield Unmap(window=window, object=o.name)
-            elif after == "host":
+            elif after == "host" and not self.leaves_in_pieces(o.name, window):
                 yield Offload(window=window, object=o.name)
             elif after == "dropped":
                 yield Drop(window=window, object=o.name)

@@ -7,26 +7,32 @@ Data        o, w     object, window              w-1      the window of A[o] bef
             b[o]     bytes a GPU                 p        a pool of GPUs; o in p: a process on its GPUs owns o
             C, H     capacity of HBM and of a GPU's share of the pinned pool
             t(.)     seconds of a transfer or a recomputation
+            f(o)     the window whose work makes o final layer by layer, for gradients; n(o) the window behind it
+            r(o)     seconds of t(o) that are left if o leaves in pieces beside that work (leaving.py)
             g[w]     seconds of compute of w, behind which saved states (recomputable objects) stream
             k        a stretch: all overlapped windows of a turn of phase P1 together, every other window alone
             slack[k] seconds of transfer that hide in it: the decode tail that the prefixes leave over, or all of decode
                      where rollout has GPUs of its own; between turns the environment's too
 Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w      over[p,w], short[p,w]  bytes over C and H
             up, down[o,w]  o moves host -> HBM / HBM -> host before w        V      the most bytes over a capacity
+            z[o]           o leaves in pieces, in f(o)
             s[w]           seconds by which saved states outlast the compute of w
             e[k]           exposed seconds                                   P      peak bytes
 Constraints (1)  h + c + d = 1                                 w in A[o]
             (2)  place[o,w] = 0                                w in A[o], place not in F[o,w]
             (3)  place[o,w] = place[o,w-1]                     o recomputable: one place for its life
             (4)  sum_{o in p} b[o] h[o,w] <= C + over[p,w]                          capacity of HBM
-            (5)  sum_{o in p} b[o] (c[o,w] or host-backed) <= H + short[p,w]        capacity of the pinned pool
+            (5)  sum_{o in p} b[o] (c[o,w] or host-backed, + z[o] if w = f(o)) <= H + short[p,w]
+                                                                                    capacity of the pinned pool
             (6)  up[o,w] >= h[o,w] - h[o,w-1]                  o not recomputable
             (7)  down[o,w] >= h[o,w-1] - h[o,w]                o not recomputable, not host-backed
             (8)  s[w] + g[w] >= sum_o t(o) c[o,w]              w in S[o], o recomputable
             (9)  e[k] + slack[k] >= sum_{w in k} s[w] + sum_o t(o) (up + down + c if w in S[o]) + t(recompute) d[o,last]
+                                                               less (t(o) - r(o)) z[o] in n(o);
                                                                a saved state's c is in s already
             (10) P >= sum_{o in p} b[o] h[o,w]
             (11) V >= over[p,w],  V >= short[p,w]
+            (12) z[o] <= down[o,n(o)]
 Objective   V, bytes over capacity in all windows, exposed time, peak, bytes moved. V > 0 is infeasible; then C + V is
             the least capacity that would do, and the second objective keeps the other windows as they must be.
 Transfers of one stretch are added up, though the link is duplex: exposed time is never told too small.
@@ -55,7 +61,10 @@ LONGEST_US = 10**12
 
 @dataclass(frozen=True)
 class Residency:
-    """Where every object is; bytes over capacity by window (empty when it fits), exposed seconds by stretch."""
+    """Where every object is; bytes over capacity by window (empty when it fits), exposed seconds by stretch.
+
+    `in_pieces` are the objects that leave HBM beside the backward that makes them final.
+    """
 
     made_by: ClassVar[str] = "residency"
     places: dict[str, dict[str, Place]]
@@ -64,6 +73,7 @@ class Residency:
     moved_bytes: int
     exposed: dict[str, float]
     solvers: tuple[SolverResult, ...]
+    in_pieces: frozenset[str] = frozenset()
 
     @property
     def exposed_s(self) -> float:
@@ -90,6 +100,7 @@ class Model:
         }
         self.up = {(o, w): self.cp.new_bool_var(f"up[{o},{w}]") for o, w in pairs}
         self.down = {(o, w): self.cp.new_bool_var(f"down[{o},{w}]") for o, w in pairs}
+        self.in_pieces = {o.name: self.cp.new_bool_var(f"z[{o.name}]") for o in data.items if o.leaves}
         spots = list(itertools.product(data.pools, data.windows))
         self.over = {(p, w): self.cp.new_int_var(0, total, f"over[{p},{w}]") for p, w in spots}
         self.short = {(p, w): self.cp.new_int_var(0, total, f"short[{p},{w}]") for p, w in spots}
@@ -107,6 +118,10 @@ class Model:
         """How often o crosses the link before or in a window, as a whole."""
         streamed = self.at[o.name, window, "host"] if window in o.streams else 0
         return self.up[o.name, window] + self.down[o.name, window] + streamed
+
+    def leaving(self, o: Item, window: str) -> cp_model.LinearExprT:
+        """Whether o leaves in pieces in a window: it is in HBM and at the host then."""
+        return self.in_pieces[o.name] if o.leaves and window == o.final else 0
 
     def objectives(self) -> list[Objective]:
         """In order: a plan that does not fit has no time."""
@@ -158,8 +173,8 @@ def host_capacity(m: Model) -> None:
     for (p, w), short in m.short.items():
         backed = sum(o.units for o in m.data.items if o.host_backed and o.pool == p)
         others = (o for o in m.data.items if not o.host_backed and o.pool == p and w in o.places)
-        held = sum(o.units * m.at[o.name, w, "host"] for o in others)
-        m.cp.add(held + backed <= m.data.host_capacity + short)
+        terms = (o.units * at for o in others for at in (m.at[o.name, w, "host"], m.leaving(o, w)))
+        m.cp.add(sum(terms) + backed <= m.data.host_capacity + short)
 
 
 def fetches(m: Model) -> None:
@@ -195,6 +210,8 @@ def _spent(m: Model, w: str) -> Iterator[cp_model.LinearExprT]:
     for o in (o for o in m.data.items if w in o.places):
         if not o.recomputable:
             yield o.link_us * m.moves(o, w)
+            if w == o.leaves:
+                yield (o.early_us - o.link_us) * m.in_pieces[o.name]
         elif w == o.alive[-1]:
             yield o.recompute_us * m.at[o.name, w, "dropped"]
 
@@ -211,6 +228,13 @@ def most_over(m: Model) -> None:
         m.cp.add(m.most_over >= over)
 
 
+def leaving_in_pieces(m: Model) -> None:
+    """(12)."""
+    for o in m.data.items:
+        if o.leaves:
+            m.cp.add(m.in_pieces[o.name] <= m.down[o.name, o.leaves])
+
+
 FAMILIES: tuple[Family[Model], ...] = (
     Family(1, "every object is in one place", one_place),
     Family(2, "needed objects are in HBM, others where they may be", legal_places),
@@ -223,6 +247,7 @@ FAMILIES: tuple[Family[Model], ...] = (
     Family(9, "exposed seconds", exposure),
     Family(10, "peak", peak),
     Family(11, "the most bytes over a capacity", most_over),
+    Family(12, "what leaves in pieces leaves", leaving_in_pieces),
 )
 
 
@@ -248,7 +273,8 @@ def read(model: Model, solution: Solution) -> Residency:
     moved = next(r.value for r in solution.results if r.objective == "bytes moved")
     late = zip(model.exposed, model.data.stretches, strict=True)
     exposed = {k.windows[-1]: solution.value(e) * 1e-6 for e, k in late}
-    return Residency(places, over, short, int(moved), exposed, solution.results)
+    pieces = frozenset(name for name, literal in model.in_pieces.items() if solution.true(literal))
+    return Residency(places, over, short, int(moved), exposed, solution.results, pieces)
 
 
 @dataclass(frozen=True)

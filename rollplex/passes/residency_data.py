@@ -12,6 +12,7 @@ from rollplex.ir.plan import Residency as Place
 from rollplex.ir.work import turn_work
 from rollplex.passes.costs import Costs
 from rollplex.passes.layout import Layout
+from rollplex.passes.leaving import leaving
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, Lifetimes, StateObject
 from rollplex.passes.timeline import Added, Timeline, window_seconds
@@ -23,7 +24,10 @@ UNIT = 4096
 
 @dataclass(frozen=True)
 class Item:
-    """An object o of the maths: b, A and F in `units`, `places`; p of o in `pool`; S and t(.) in microseconds."""
+    """An object o of the maths: b, A and F in `units`, `places`; p of o in `pool`; S and t(.) in microseconds.
+
+    f(o) is `final`, empty for what leaves as a whole; r(o) is `early_us`.
+    """
 
     name: str
     units: int
@@ -35,6 +39,14 @@ class Item:
     streams: frozenset[str] = frozenset()
     link_us: int = 0
     recompute_us: int = 0
+    final: str = ""
+    early_us: int = 0
+
+    @property
+    def leaves(self) -> str | None:
+        """The window behind f(o): it may leave in pieces before that one."""
+        behind = self.alive[self.alive.index(self.final) + 1 :] if self.final else ()
+        return next(iter(behind), None)
 
     @property
     def alive(self) -> tuple[str, ...]:
@@ -96,6 +108,7 @@ def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes, added: Added) ->
 def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
     assert "dropped" not in o.options or o.recomputable, f"{o.name} may be dropped, but nothing makes it again"
     alive, costs = o.alive(windows), Costs(job)
+    early, final = _early(job, o)
     remake = costs.prefix_s(turn_work(job, o.role, o.turn), job.prompts_of(o.role)) if o.recomputable else 0.0
     return Item(
         name=o.name,
@@ -108,7 +121,15 @@ def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
         streams=frozenset(w for w, how in o.uses.items() if how == "stream"),
         link_us=round(costs.link_s(o.nbytes) * 1e6),
         recompute_us=round(remake * 1e6),
+        final=final,
+        early_us=early,
     )
+
+
+def _early(job: Job, o: StateObject) -> tuple[int, str]:
+    """Microseconds that are left when it leaves beside the backward that ends it, and the window of that."""
+    found = leaving(job, o.role, o.nbytes) if o.by_layer and "host" in o.options else None
+    return (round(found.exposed_s * 1e6), [w for w, how in o.uses.items() if how == "hbm"][-1]) if found else (0, "")
 
 
 def _places(o: StateObject, window: str) -> frozenset[Place]:

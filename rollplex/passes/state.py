@@ -17,7 +17,8 @@ class StateObject:
 
     `uses` says how each window touches it: `hbm` needs the whole object there, `stream` takes it piece by piece over
     the host link unless it is resident. `always` keeps it in HBM in every window. `options` are the places it may be
-    in windows that do not need it in HBM. `turn` is that of a saved state's prefix.
+    in windows that do not need it in HBM. `turn` is that of a saved state's prefix. `by_layer`: a backward makes it
+    final layer by layer in the last window that needs it in HBM, so that it may leave beside that.
     """
 
     name: str
@@ -35,6 +36,7 @@ class StateObject:
     recomputable: bool = False
     always: bool = False
     workspace: bool = False
+    by_layer: bool = False
     options: frozenset[Residency] = frozenset()
     why: str = ""
     turn: int = 1

@@ -31,6 +31,7 @@ from rollplex.ir.steps import (
     role_of,
     touched,
 )
+from rollplex.runtime.pieces import leaving
 from rollplex.runtime.state import ProcessState, take
 
 
@@ -38,6 +39,7 @@ def run_iteration(state: ProcessState, iteration: int) -> None:
     """Execute the program once; raises what the failing step raised, with nothing at work behind it."""
     state.iteration, state.window = iteration, ""
     state.values.clear()
+    state.lanes.clear()
     state.tasks.begin(iteration)
     try:
         for index, step in enumerate(state.program):
@@ -123,11 +125,13 @@ def _run(state: ProcessState, step: Run, text: str) -> None:
         scale = state.memory.scale(step, take(state.values, step.inputs))
         outputs = dict.fromkeys(step.outputs, state.optimizer(step.role).norm(scale))
     else:
-        with _measured(state, step, text):
+        with leaving(state, step), _measured(state, step, text):
             outputs = state.tasks.run(step, take(state.values, step.inputs))
     assert set(outputs) == set(step.outputs), f"{text} made {sorted(outputs)}, planned {sorted(step.outputs)}"
     state.values.update(outputs)
-    _wrote(state, step.writes, text)
+    gone = {piece.object for piece in step.offloads}
+    state.produced -= gone
+    _wrote(state, tuple(name for name in step.writes if name not in gone), text)
 
 
 def _measured(state: ProcessState, step: Run | UpdateChunk, text: str) -> AbstractContextManager[None]:

@@ -86,24 +86,35 @@ def flat_layout(sizes: Iterable[tuple[str, int]], decay: Callable[[str], bool] =
     return tuple(slabs)
 
 
-def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab]) -> float:
-    """Sum of squares of the slabs of a flat gradient, in float64.
+def blocks(slabs: Iterable[Slab]) -> Iterator[range]:
+    """The elements whose squares are summed together: blocks start at slab starts."""
+    for slab in slabs:
+        for start in range(slab.offset, slab.stop, NORM_BLOCK):
+            yield range(start, min(start + NORM_BLOCK, slab.stop))
 
-    Blocks start at slab starts and `fsum` rounds once, so neither chunks nor the order of the slabs change a bit.
+
+def square(grad: torch.Tensor, block: range) -> float:
+    """Sum of squares of a block of a flat gradient, in float64."""
+    return float(grad[block.start : block.stop].double().square().sum())
+
+
+def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab], known: Mapping[range, float] | None = None) -> float:
+    """Sum of squares of the slabs of a flat gradient; `known` are blocks that have been summed.
+
+    `fsum` rounds once, so neither chunks nor the order of the slabs change a bit.
     """
-    return math.fsum(
-        float(block.double().square().sum())
-        for slab in slabs
-        for block in grad[slab.offset : slab.stop].split(NORM_BLOCK)
-        if block.numel()
-    )
+    known = known or {}
+    return math.fsum(known[block] if block in known else square(grad, block) for block in blocks(slabs))
 
 
 def global_norm(
-    grad: torch.Tensor, slabs: Iterable[Slab], gather: Callable[[float], Iterable[float]] = lambda own: (own,)
+    grad: torch.Tensor,
+    slabs: Iterable[Slab],
+    gather: Callable[[float], Iterable[float]] = lambda own: (own,),
+    known: Mapping[range, float] | None = None,
 ) -> float:
     """The gradient's norm; `gather` gives the sums of squares of all ranks' parts (each parameter counted once)."""
-    return math.sqrt(math.fsum(gather(sum_squares(grad, slabs))))
+    return math.sqrt(math.fsum(gather(sum_squares(grad, slabs, known))))
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:

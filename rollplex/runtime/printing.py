@@ -95,6 +95,9 @@ def _print_sampling(report: Report, console: Console) -> None:
 
 
 def _print_objects(report: Report, console: Console) -> None:
+    for row in report.pieces:
+        told = "let go piece by piece, as planned" if row.planned == row.measured else "NOT let go as planned"
+        console.print(f"pieces     {row.object}: {len(row.planned)} {told}")
     wrong = [row for row in report.objects if not row.as_planned]
     if not wrong:
         held = sum(not row.temporary for row in report.objects)

@@ -85,6 +85,15 @@ class WindowBytes:
     measured: int
 
 
+@dataclass(frozen=True)
+class PieceBytes:
+    """An object that leaves in pieces: bytes that were let go one after the other, in the step that differs most."""
+
+    object: str
+    planned: tuple[int, ...]
+    measured: tuple[int, ...]
+
+
 @dataclass
 class Report:
     """Everything but the trace; `metrics` has one entry an iteration."""
@@ -102,6 +111,7 @@ class Report:
     overlap: Overlap = field(default_factory=lambda: Overlap(0.0, 0.0, 0.0))
     memory: list[WindowBytes] = field(default_factory=list)
     objects: list[ObjectBytes] = field(default_factory=list)
+    pieces: list[PieceBytes] = field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:
@@ -111,7 +121,7 @@ class Report:
     @property
     def memory_as_planned(self) -> bool:
         """Whether every object in every window was what the plan said."""
-        return all(row.as_planned for row in self.objects)
+        return all(row.as_planned for row in self.objects) and all(p.planned == p.measured for p in self.pieces)
 
 
 class TimeLog:
@@ -193,11 +203,15 @@ class _Device:
 
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     touched: dict[str, dict[str, int]] = field(default_factory=dict)
+    released: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
 
     def add(self, reports: Mapping[str, EngineReport]) -> None:
         """One iteration's logs by process kind; windows are the training rank's."""
         events = [event for report in reports.values() for event in report.events]
         marks = reports["train"].marks
+        let_go = [(e.object, e.nbytes) for e in sorted(events, key=lambda e: e.seq) if e.kind == "release"]
+        for name in {name for name, _ in let_go}:
+            self.released.setdefault(name, set()).add(tuple(n for other, n in let_go if other == name))
         for into, found in (
             (self.peaks, bytes_by_window(events, marks)),
             (self.touched, touched_by_window(events, marks)),
@@ -250,6 +264,23 @@ class MemoryLog:
                 if (row.as_planned, -abs(row.measured - row.planned)) < worse:
                     rows[row.window, row.object] = row
         return list(rows.values())
+
+    def pieces(self, plan: Plan) -> list[PieceBytes]:
+        """Planned and measured bytes of what leaves in pieces, piece by piece."""
+        rows = []
+        for name, planned in planned_pieces(plan).items():
+            found = {pattern for device in self.devices.values() for pattern in device.released.get(name, {()})}
+            rows.append(PieceBytes(name, planned, max(found, key=lambda pattern: pattern != planned)))
+        return rows
+
+
+def planned_pieces(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Bytes of the pieces in which objects leave HBM, in order."""
+    found: dict[str, tuple[int, ...]] = {}
+    steps = (step for program in plan.programs.values() for step in program if isinstance(step, Run))
+    for piece in (p for step in steps for p in step.offloads):
+        found[piece.object] = (*found.get(piece.object, ()), piece.stop - piece.start)
+    return found
 
 
 def write_report(report: Report, path: Path) -> None:

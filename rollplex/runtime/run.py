@@ -262,5 +262,6 @@ class _Run:
         report.step_s, report.times, report.overlap = self.times.step_s, self.times.windows(), self.times.overlap
         if self.done > self.begin.step:
             report.memory, report.objects = self.memory.windows(self.plan), self.memory.objects(self.plan)
+            report.pieces = self.memory.pieces(self.plan)
         write_report(report, self.out_dir / "report.json")
         draw_curve(report.rewards, self.out_dir / "reward.png", report.reward or "reward")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollplex.backends.engine import Engine, Tasks, Values
+from rollplex.backends.lanes import LaneSpan
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Step
@@ -16,7 +17,10 @@ from rollplex.runtime.update import StreamedUpdate
 
 @dataclass
 class ProcessState:
-    """One process in one iteration; `values` are those that this process produced or received in it."""
+    """One process in one iteration; `values` are those that this process produced or received in it.
+
+    `lanes` is the work that ran beside its steps.
+    """
 
     process: ProcessId
     program: Sequence[Step]
@@ -28,6 +32,7 @@ class ProcessState:
     window: str = ""
     values: Values = field(default_factory=dict)
     produced: set[str] = field(default_factory=set)
+    lanes: list[LaneSpan] = field(default_factory=list)
 
     @property
     def memory(self) -> Engine:

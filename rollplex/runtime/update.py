@@ -10,6 +10,7 @@ stored (stream.py): the chunks of the program are known from the start. The last
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
@@ -25,10 +26,12 @@ from rollplex.runtime.optimizer import (
     ChunkedAdam,
     FlatState,
     Slab,
+    blocks,
     clip_scale,
     flat_layout,
     global_norm,
     overlaps,
+    square,
 )
 from rollplex.runtime.stream import UPDATE, ChunkStream, in_place, ring
 
@@ -53,12 +56,15 @@ class StreamedUpdate:
         whole = flat_layout(trained.sizes, decay=lambda name: name not in trained.undecayed)
         self.slabs, self._snapshot = _share(whole, trained)
         self.numel = len(trained.share)
+        self._counted = [slab for slab in self.slabs if slab.name in trained.counted]
+        self._blocks = list(blocks(self._counted))
         self.steps = 0
         self.metrics: dict[str, float] = {}
         self.spans: tuple[LaneSpan, ...] = ()
         own = (step for step in program if isinstance(step, UpdateChunk) and step.role == trained.role)
         self._chunks = [self._clipped(step) for step in own]
-        self._patience_s, self._tell = patience_s, tell
+        self.patience_s, self.tell = patience_s, tell
+        self._squares: dict[range, float] = {}
         self._scale = 1.0
         self._stream: ChunkStream | None = None
         self._covered: list[tuple[int, int]] = []
@@ -69,10 +75,21 @@ class StreamedUpdate:
         gradients = self.trained.current("gradients")[share.start : share.stop]
         return FlatState(self._flat("master"), *self._moments(), gradients)
 
+    def square(self, elements: range) -> None:
+        """Sum the squares of these gradients, of which the rank's share counts, before they leave HBM.
+
+        Blocks of the norm that lie in two pieces are left to `norm`, which reads them where they are then.
+        """
+        first, grad = self.trained.share.start, self.state().grad
+        for block in self._blocks[bisect_left(self._blocks, elements.start - first, key=lambda b: b.start) :]:
+            if block.stop > elements.stop - first:
+                break
+            self._squares[block] = square(grad, block)
+
     def norm(self, scale: float = 1.0) -> float:
         """The global norm of the gradient, which is `scale` times what lies there; every chunk scales and clips it."""
-        counted = [slab for slab in self.slabs if slab.name in self.trained.counted]
-        norm = scale * global_norm(self.state().grad, counted, self.trained.sums)
+        norm = scale * global_norm(self.state().grad, self._counted, self.trained.sums, self._squares)
+        self._squares.clear()
         clip, label = clip_scale(norm, self.options.clip_norm), self.trained.label
         self._scale = scale * clip
         self.metrics = {f"{label}grad_norm": norm, f"{label}clip_scale": clip}
@@ -145,7 +162,7 @@ class StreamedUpdate:
         adam = ChunkedAdam(config, self.slabs, state, self._snapshot)
         device = self.trained.device
         streamed = ring(self._chunks, options.in_flight, self.trained.dtype, device.torch) if step.streams else None
-        lanes = device.lanes(UPDATE, self._patience_s, self._tell)
+        lanes = device.lanes(UPDATE, self.patience_s, self.tell)
         return ChunkStream(
             adam, self._chunks, streamed or in_place(state, self._chunks), lanes, self.steps, self._scale,
             self.trained.role,

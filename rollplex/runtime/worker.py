@@ -126,7 +126,7 @@ def _obey(link: ChildLink, state: ProcessState, job: Job) -> bool:
 def _report(state: ProcessState) -> EngineReport:
     report = state.memory.finish()
     updates = state.updates.values()
-    lanes = tuple(span for update in updates for span in update.spans)
+    lanes = (*state.lanes, *(span for update in updates for span in update.spans))
     metrics = dict(ChainMap({}, report.metrics, *(update.metrics for update in updates)))
     return replace(report, metrics=metrics, lanes=lanes)
 

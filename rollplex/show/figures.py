@@ -133,6 +133,11 @@ def time_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
         f"serial {seconds(t.serial_s)}, {t.speedup_vs_serial:.2f}x",
         f"decode slowed by {seconds(t.interference_s)}",
         f"transfers not hidden {seconds(t.exposed_transfer_s)}",
+        *(
+            (f"gradients leave beside their backward: {seconds(t.hidden_offload_s)} less",)
+            if t.hidden_offload_s
+            else ()
+        ),
         *((streamed,) if streamed else ()),
     )
     first, *rest = [*joined(parts, width - LABEL, "  "), *joined(more, width - LABEL, "  ")]

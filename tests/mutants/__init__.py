@@ -12,6 +12,7 @@ from mutants import (
     layout,
     lora,
     order,
+    pieces,
     pools,
     residency,
     roles,
@@ -27,7 +28,8 @@ from mutants.edit import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS", "Mutant",
-    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pools", "residency", "roles", "rounds",
+    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pieces", "pools", "residency", "roles",
+    "rounds",
     "sizes", "streamed", "tail", "turns",
     "update", "work",
 ]  # fmt: skip

@@ -105,7 +105,7 @@ def _steps(plan: dict[str, Any], edit: Edit) -> str:
         return "" if wait["event"] in run["inputs"] else "a wait for what the step beside it does not take"
     if "wait" in kinds:
         return {"wait": "two waits", "barrier": "a value that comes before or behind a barrier"}.get(
-            next(iter(kinds - {"wait"}), "wait"), "a wait and a move" if kinds & {"map", "fetch"} else ""
+            next(iter(kinds - {"wait"}), "wait"), "a wait and a move" if kinds & {"map", "fetch", "exchange"} else ""
         )
     if "barrier" in kinds and kinds - {"barrier"} <= {"unmap", "offload", "drop"}:
         return "" if _readers(plan, a, b) else "pages of its own, let go before or behind a barrier"

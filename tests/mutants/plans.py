@@ -39,7 +39,7 @@ PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "streamed": ("grpo", NODE, (*STREAMED, *FEW)),
     "naive": ("grpo", NODE, ("schedule=naive", "workload.prompts=2")),
     "no weight sharing": ("grpo", NODE, ("ablate=[weight_sharing]", *FEW)),
-    "four nodes": ("grpo", CLUSTER, ("workload.prompts=8",)),
+    "four nodes": ("grpo", CLUSTER, ("workload.prompts=8", "optimizer.chunks=4", "roles.actor.prefix_saved=host")),
     "host": ("grpo", HOST, ("workload.prompts=2",)),
     "several trained roles": ("ppo", PPO, ("cluster.nodes=1", "workload.prompts=4", "optimizer.chunks=4")),
     "two pools": (

@@ -35,13 +35,26 @@ def legal(data: Data, at: Assignment) -> bool:
 
 
 def worth(data: Data, at: Assignment) -> dict[str, int]:
-    """The objectives of a legal assignment."""
+    """The objectives of a legal assignment: what may leave in pieces does where that is best."""
+    may = [o.name for o in data.items if o.leaves and turned(o, at, o.leaves) and at[o.name, o.leaves] != {"hbm"}]
+    choices = (set(c) for n in range(len(may) + 1) for c in itertools.combinations(may, n))
+    return min((worth_of(data, at, pieces) for pieces in choices), key=lambda v: tuple(v.values()))
+
+
+def worth_of(data: Data, at: Assignment, pieces: set[str]) -> dict[str, int]:
+    """The objectives where these objects leave in pieces."""
     spots = list(itertools.product({o.pool for o in data.items}, data.windows))
     held = {(p, w): held_in(data, at, p, w) for p, w in spots}
-    pinned = {(p, w): pinned_in(data, at, p, w) for p, w in spots}
+    leaving = {(o.pool, o.final): 0 for o in data.items}
+    for o in (o for o in data.items if o.name in pieces):
+        leaving[o.pool, o.final] += o.units
+    pinned = {(p, w): pinned_in(data, at, p, w) + leaving.get((p, w), 0) for p, w in spots}
     excess = [max(0, n - data.capacity) for n in held.values()]
     excess += [max(0, n - data.host_capacity) for n in pinned.values()]
-    exposed = sum(max(0, sum(busy(data, at, w) for w in k.windows) - k.slack_us) for k in data.stretches)
+    saved = {
+        w: sum(o.link_us - o.early_us for o in data.items if o.name in pieces and o.leaves == w) for w in data.windows
+    }
+    exposed = sum(max(0, sum(busy(data, at, w) - saved[w] for w in k.windows) - k.slack_us) for k in data.stretches)
     moved = sum(o.units * crossings(o, at, w) for o in data.items for w in o.places)
     return dict(zip(OBJECTIVES, (max(excess), sum(excess), exposed, max(held.values()), moved), strict=True))
 
@@ -126,17 +139,21 @@ def items(draw: st.DrawFn, name: str, windows: tuple[str, ...]) -> Item:
     first = 0 if cyclic else draw(st.integers(0, len(windows) - 1))
     last = len(windows) if cyclic else draw(st.integers(first + 1, len(windows)))
     alive, always = windows[first:last], draw(st.sampled_from(SAVED))
+    host_backed, link = draw(st.booleans()) and not recomputable, draw(TIMES)
+    final = draw(st.sampled_from(("", *alive))) if not (recomputable or host_backed) else ""
     return Item(
         name=name,
         units=draw(SMALL),
         places={w: always if recomputable else draw(st.sampled_from(FREE)) for w in alive},
         pool=draw(st.sampled_from(("gpus", "gpus", "others"))),
         cyclic=cyclic and not recomputable,
-        host_backed=draw(st.booleans()) and not recomputable,
+        host_backed=host_backed,
         recomputable=recomputable,
         streams=frozenset(draw(st.sets(st.sampled_from(alive)))),
-        link_us=draw(TIMES),
+        link_us=link,
         recompute_us=draw(TIMES),
+        final=final,
+        early_us=draw(st.integers(0, link)),
     )
 
 

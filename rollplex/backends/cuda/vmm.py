@@ -12,87 +12,81 @@ nothing, and a stale view must fault instead of reading what came after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 
 from rollplex.backends.cuda import driver as cuda
-from rollplex.backends.memory.paged import PagedArena, round_up
+from rollplex.backends.memory.paged import Chunk, PagedArena, round_up
 from rollplex.ir.errors import EngineError
 
 CHUNK_BYTES = 256 << 20  # handles of 2 MiB cost 60 times more for each byte
 
 
 class CudaArena(PagedArena):
-    """`Arena` on one GPU: pages are handles of at most `chunk_bytes`, readable and writable by this device alone."""
+    """`Arena` on one GPU: a chunk of pages is a handle, readable and writable by this device alone."""
 
-    def __init__(self, name: str, nbytes: int, memory: CudaMemory) -> None:
-        super().__init__(name, nbytes)
+    def __init__(self, name: str, nbytes: int, memory: CudaMemory, cuts: Sequence[int]) -> None:
+        super().__init__(name, nbytes, memory.chunk_bytes, cuts)
         self._memory = memory
         self._d = memory.driver
         self._address = int(cuda.check(self._d.cuMemAddressReserve(nbytes, 0, 0, 0), f"a range of {nbytes} bytes"))
-        self._handles: list[Any] = []
+        self._handles: dict[Chunk, Any] = {}
 
     @property
     def address(self) -> int:
         return self._address
 
-    def _chunks(self) -> Iterator[tuple[int, int]]:
-        """Offset and bytes of each chunk."""
-        size = self._memory.chunk_bytes
-        return ((at, min(size, self.nbytes - at)) for at in range(0, self.nbytes, size))
-
     def _make(self, writable: bool) -> None:
         self._memory.use()
         try:
-            for _, nbytes in self._chunks():
-                created = self._d.cuMemCreate(nbytes, self._memory.properties, 0)
-                self._handles.append(cuda.check(created, f"{nbytes} bytes of {self.nbytes} for {self.name}"))
+            for chunk in self._chunks:
+                created = self._d.cuMemCreate(chunk.nbytes, self._memory.properties, 0)
+                self._handles[chunk] = cuda.check(created, f"{chunk.nbytes} bytes of {self.nbytes} for {self.name}")
             self._lay(writable=True)
             cuda.check(self._d.cuMemsetD8(self._address, 0, self.nbytes), f"zeros for {self.name}")
             if not writable:
                 self._allow(writable=False)
         except BaseException:
-            self._release()
+            self._release(list(self._handles))
             raise
 
-    def _release(self) -> None:
+    def _release(self, chunks: Sequence[Chunk]) -> None:
         """After all work that was given to this device, on any stream: a kernel may still read these pages."""
         self._memory.use()
         torch.cuda.synchronize(self._memory.device)
-        for (at, nbytes), handle in zip(self._chunks(), self._handles, strict=False):
-            self._d.cuMemUnmap(self._address + at, nbytes)  # refused for what was never laid, which is well
-            cuda.check(self._d.cuMemRelease(handle), f"release of {self.name}")
-        self._handles.clear()
+        for chunk in chunks:
+            self._d.cuMemUnmap(self._address + chunk.start, chunk.nbytes)  # refused for what was never laid: well
+            cuda.check(self._d.cuMemRelease(self._handles.pop(chunk)), f"release of {self.name}")
 
     def _hand_out(self) -> list[int]:
         kind = self._memory.shareable
         return [
             int(cuda.check(self._d.cuMemExportToShareableHandle(handle, kind, 0), f"export of {self.name}"))
-            for handle in self._handles
+            for handle in self._handles.values()
         ]
 
     def _size_of(self, fds: Sequence[int]) -> int:
         """The driver says no size of a handle: as many chunks as this range has are taken to be its chunks."""
-        chunks = [nbytes for _, nbytes in self._chunks()]
-        return self.nbytes if len(fds) == len(chunks) else self._memory.chunk_bytes * len(fds)
+        return self.nbytes if len(fds) == len(self._chunks) else self._memory.chunk_bytes * len(fds)
 
     def _take(self, fds: Sequence[int], writable: bool) -> None:
         self._memory.use()
         try:
-            for fd in fds:
+            for chunk, fd in zip(self._chunks, fds, strict=True):
                 taken = self._d.cuMemImportFromShareableHandle(fd, self._memory.shareable)
-                self._handles.append(cuda.check(taken, f"import for {self.name}"))
+                self._handles[chunk] = cuda.check(taken, f"import for {self.name}")
             self._lay(writable)
         except BaseException:
-            self._release()
+            self._release(list(self._handles))
             raise
 
     def _lay(self, writable: bool) -> None:
-        for (at, nbytes), handle in zip(self._chunks(), self._handles, strict=True):
-            cuda.check(self._d.cuMemMap(self._address + at, nbytes, 0, handle, 0), f"{nbytes} bytes of {self.name}")
+        for chunk, handle in self._handles.items():
+            laid = self._d.cuMemMap(self._address + chunk.start, chunk.nbytes, 0, handle, 0)
+            cuda.check(laid, f"{chunk.nbytes} bytes of {self.name}")
         self._allow(writable)
 
     def _allow(self, writable: bool) -> None:
@@ -145,8 +139,8 @@ class CudaMemory:
         access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
         return access
 
-    def reserve(self, name: str, nbytes: int) -> CudaArena:
-        return CudaArena(name, max(round_up(nbytes, self.page_bytes), self.page_bytes), self)
+    def reserve(self, name: str, nbytes: int, cuts: Sequence[int] = ()) -> CudaArena:
+        return CudaArena(name, max(round_up(nbytes, self.page_bytes), self.page_bytes), self, cuts)
 
     def _check_device(self) -> None:
         attribute = self.driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED

@@ -14,8 +14,8 @@ from rollplex.backends.hf.model import HostModel, bind, build_model, freeze
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
 from rollplex.backends.host.suffix import suffix_logprobs, suffix_scores, suffix_values
 from rollplex.backends.memory.planned import PlannedObjects
-from rollplex.backends.training.boundary import PrefixResult, prefix_backward
-from rollplex.backends.training.gradients import adder
+from rollplex.backends.training.boundary import Begins, PrefixResult, prefix_backward
+from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.placement import (
     DTYPES,
     PARTS,
@@ -84,14 +84,14 @@ class Replica:
         found = suffix_scores(self.model, kv, prefix.prompt, responses, recompute=recompute, before=prefix.before)
         return found.cpu()
 
-    def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor) -> None:
-        prefix_backward(prefix, kv_grads)
+    def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor, begins: Begins) -> None:
+        prefix_backward(prefix, kv_grads, begins)
 
-    def accumulate(self, flat: Tensor) -> None:
-        slabs = split(flat, trained_tensors(self.job, self.role))
+    def accumulate(self, into: FlatGradients) -> None:
+        slabs = split(into.flat, trained_tensors(self.job, self.role))
         for name, parameter in self.model.named_parameters():
             if name in slabs:
-                parameter.register_post_accumulate_grad_hook(adder(slabs[name]))
+                into.take(parameter, slabs[name])
 
     def fill(self) -> None:
         fill(self.weights, self.job, self.role)

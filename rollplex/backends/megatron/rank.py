@@ -1,7 +1,7 @@
 """One rank of a Megatron model over memory of the caller: what a training or scoring process calls.
 
 rank = MegatronModel(spec, torch.bfloat16, {"language": snapshot, "vision": tower}, group, Stored.planned(layout))
-rank.accumulate(gradients)                                    from now on gradients go there
+rank.accumulate(FlatGradients(flat))                          from now on gradients go there
 prefix = rank.prefix(prompt, slot, attached=True)             keys and values of this rank's heads
 kv = boundary_leaf(prefix.kv)
 loss(rank.logprobs(prefix, kv, responses, 1.0)).backward()    down to the boundary
@@ -24,7 +24,8 @@ from rollplex.backends.megatron.model import build_model
 from rollplex.backends.megatron.names import Parameter, Stored, parameters
 from rollplex.backends.megatron.prefix import boundary_shape, run_prefix
 from rollplex.backends.megatron.suffix import suffix_logprobs
-from rollplex.backends.training.boundary import PrefixResult, prefix_backward
+from rollplex.backends.training.boundary import Begins, PrefixResult, prefix_backward
+from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.spec import ModelSpec, Part
 
@@ -83,10 +84,12 @@ class MegatronModel:
         """Write all ranks' weights as a Hugging Face directory; every rank calls it."""
         weights.save_weights(directory, self.spec, self.stored, self.views, self.group)
 
-    def accumulate(self, flat: Tensor) -> dict[str, Tensor]:
-        """Add gradients to `flat`, end to end in the order of `trained`, as they become final; its views by name."""
-        slabs = memory.views(flat, self.trained)
-        gradients.accumulate(self.model, slabs)
+    def accumulate(self, into: FlatGradients) -> dict[str, Tensor]:
+        """Add gradients to flat memory, end to end in the order of `trained`, as they become final; views by name."""
+        slabs = memory.views(into.flat, self.trained)
+        for name, parameter in self.model.named_parameters():
+            if name in slabs:
+                into.take(parameter, slabs[name])
         return slabs
 
     def boundary_shape(self, prefix_tokens: int) -> tuple[int, int, int, int, int]:
@@ -108,6 +111,6 @@ class MegatronModel:
         """
         return suffix_logprobs(self.model, kv, prefix.prompt, responses, temperature, recompute=recompute)
 
-    def prefix_backward(self, prefix: PrefixResult, kv_grad: Tensor) -> None:
+    def prefix_backward(self, prefix: PrefixResult, kv_grad: Tensor, begins: Begins = lambda edges: None) -> None:
         """Gradients of the prefix and, unless it is frozen, of the tower; once for each attached prefix."""
-        prefix_backward(prefix, kv_grad)
+        prefix_backward(prefix, kv_grad, begins)

@@ -19,7 +19,8 @@ from rollplex.backends.megatron.rank import MegatronModel
 from rollplex.backends.megatron.weights import fill, load_weights
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.shard import Shard, shard_of
-from rollplex.backends.training.boundary import PrefixResult
+from rollplex.backends.training.boundary import Begins, PrefixResult
+from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.placement import DTYPES, PARTS, drawn, weight_objects
 from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.job import Job
@@ -85,11 +86,11 @@ class Replica:
 
     scores = values
 
-    def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor) -> None:
-        self._rank.prefix_backward(prefix, kv_grads)
+    def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor, begins: Begins) -> None:
+        self._rank.prefix_backward(prefix, kv_grads, begins)
 
-    def accumulate(self, flat: Tensor) -> None:
-        self._rank.accumulate(flat)
+    def accumulate(self, into: FlatGradients) -> None:
+        self._rank.accumulate(into)
 
     def fill(self) -> None:
         """Also the slabs of the shard's other ranks, and what is rebuilt: the first rollout reads them."""

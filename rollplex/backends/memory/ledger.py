@@ -112,6 +112,17 @@ class Ledger:
             self._log(table, "release", name, entry.nbytes)
         return entry.nbytes
 
+    def release_part(self, name: str, nbytes: int, step: str) -> None:
+        """Stop counting some bytes of an object, in whole pages; with the last of them the object."""
+        with self._table() as table:
+            entry = self._held(table, name, step)
+            self._refuse_readers(entry, step)
+            assert nbytes <= entry.nbytes, f"{step}: {nbytes} bytes of {name}, which has {entry.nbytes}"
+            entry.nbytes -= nbytes
+            if not entry.nbytes:
+                table.live.remove(entry)
+            self._log(table, "release", name, nbytes)
+
     def check_release(self, name: str, step: str) -> None:
         """Raise what `release` would raise now, and change nothing: to be asked before pages are let go."""
         with self._table(write=False) as table:

@@ -23,7 +23,7 @@ import torch
 
 from rollplex.backends.base import Arena
 from rollplex.backends.memory.fds import close_all
-from rollplex.backends.memory.paged import PagedArena, round_up
+from rollplex.backends.memory.paged import Chunk, PagedArena, round_up
 from rollplex.ir.errors import OutOfMemory
 
 CHUNK_BYTES = 64 << 20
@@ -57,9 +57,9 @@ class _Reservation:
         self.nbytes = nbytes
         self._free = weakref.finalize(self, _libc.munmap, self.address, nbytes)
 
-    def cover(self) -> None:
-        """Lay the empty range over whatever pages are mapped, in one system call."""
-        _mmap(self.address, self.nbytes, _PROT_NONE, _EMPTY | _MAP_FIXED)
+    def cover(self, start: int, stop: int) -> None:
+        """Lay the empty range over whatever pages are mapped there, in one system call."""
+        _mmap(self.address + start, stop - start, _PROT_NONE, _EMPTY | _MAP_FIXED)
 
 
 def _buffer_over(reserved: _Reservation) -> ctypes.Array[ctypes.c_char]:
@@ -72,13 +72,12 @@ def _buffer_over(reserved: _Reservation) -> ctypes.Array[ctypes.c_char]:
 
 
 class HostArena(PagedArena):
-    """`Arena` on a host: pages are memfds of at most `chunk_bytes`."""
+    """`Arena` on a host: a chunk of pages is a memfd."""
 
-    def __init__(self, name: str, nbytes: int, chunk_bytes: int) -> None:
-        super().__init__(name, nbytes)
+    def __init__(self, name: str, nbytes: int, chunk_bytes: int, cuts: Sequence[int]) -> None:
+        super().__init__(name, nbytes, chunk_bytes, cuts)
         self._range = _Reservation(nbytes)
-        self._chunk_bytes = chunk_bytes
-        self._fds: list[int] = []
+        self._fds: list[int] = []  # of the chunks that are there
         self._buffer = _buffer_over(self._range)
         self._close_fds = weakref.finalize(self, close_all, self._fds)
 
@@ -93,18 +92,21 @@ class HostArena(PagedArena):
         return [inode for start, inode in starts if self.address <= start < self.address + self.nbytes and inode]
 
     def _make(self, writable: bool) -> None:
-        for offset in range(0, self.nbytes, self._chunk_bytes):
-            self._fds.append(self._new_pages(min(self._chunk_bytes, self.nbytes - offset)))
+        for chunk in self._chunks:
+            self._fds.append(self._new_pages(chunk.nbytes))
         try:
             self._take(self._fds, writable)
         except OSError as error:
-            self._range.cover()
+            self._range.cover(0, self.nbytes)
             close_all(self._fds)
             raise self._no_pages(self.nbytes, error) from error
 
-    def _release(self) -> None:
-        self._range.cover()
-        close_all(self._fds)
+    def _release(self, chunks: Sequence[Chunk]) -> None:
+        self._range.cover(chunks[0].start, chunks[-1].stop)
+        at = self._there.index(chunks[0])
+        gone = self._fds[at : at + len(chunks)]
+        del self._fds[at : at + len(chunks)]
+        close_all(gone)
 
     def _hand_out(self) -> list[int]:
         return [os.dup(fd) for fd in self._fds]
@@ -156,10 +158,10 @@ class HostMemory:
     def page_bytes(self) -> int:
         return self._page_bytes
 
-    def reserve(self, name: str, nbytes: int) -> HostArena:
+    def reserve(self, name: str, nbytes: int, cuts: Sequence[int] = ()) -> HostArena:
         rounded = max(round_up(nbytes, self.page_bytes), self.page_bytes)
         try:
-            return HostArena(name, rounded, self._chunk_bytes)
+            return HostArena(name, rounded, self._chunk_bytes, cuts)
         except OSError as error:
             what = f"no address range of {rounded} bytes for {name} ({error.strerror})"
             raise OutOfMemory(

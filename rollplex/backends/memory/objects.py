@@ -136,6 +136,16 @@ class ObjectStore:
             item.host_valid = True
         self._detach(item, step)
 
+    def offload_part(self, name: str, start: int, stop: int, step: str) -> None:
+        """Bytes [start, stop) -> host copy, then let their pages go; the copy is valid with the last part."""
+        item = self[name]
+        self._refuse_unmapped(step, item)
+        slot = self._slot(item, step).view(torch.uint8, (item.nbytes,))
+        self.offloaded.copy(slot[start:stop], _bytes_of(item)[start:stop])
+        item.arena.unmap_part(start, stop)
+        self.ledger.release_part(name, stop - start, step)
+        item.host_valid = not item.arena.mapped
+
     def drop(self, name: str, step: str) -> None:
         """Discard the object wherever it is; PlanError unless some later step makes it again."""
         item = self[name]

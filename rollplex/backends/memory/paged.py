@@ -4,12 +4,17 @@ state       map       unmap     export    adopt
 unmapped    owned     refused   refused   adopted
 owned       refused   unmapped  fds       refused
 adopted     refused   unmapped  refused   refused
+
+Pages are made in chunks. An owned arena may let them go part by part, and is unmapped with the last.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -18,14 +23,44 @@ from rollplex.backends.memory.fds import close_all
 from rollplex.ir.errors import PlanError
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes [start, stop) of a range, whose pages come and go together."""
+
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def chunks_of(nbytes: int, chunk_bytes: int, cuts: Sequence[int]) -> tuple[Chunk, ...]:
+    """The range in chunks of at most `chunk_bytes` between the cuts."""
+    edges = sorted({0, nbytes, *cuts})
+    assert edges[0] == 0, f"a cut at {edges[0]}"
+    assert edges[-1] == nbytes, f"a cut at {edges[-1]} of {nbytes} bytes"
+    return tuple(
+        Chunk(start, min(start + chunk_bytes, stop))
+        for low, stop in pairwise(edges)
+        for start in range(low, stop, chunk_bytes)
+    )
+
+
 class PagedArena(ABC):
     """`Arena` without pages of its own kind."""
 
-    def __init__(self, name: str, nbytes: int) -> None:
+    def __init__(self, name: str, nbytes: int, chunk_bytes: int, cuts: Sequence[int]) -> None:
         self._name = name
         self._nbytes = nbytes
+        self._chunk_bytes, self._cuts = chunk_bytes, tuple(cuts)
+        self._there: list[Chunk] = []
         self._mapped = False
         self._adopted = False
+
+    @cached_property
+    def _chunks(self) -> tuple[Chunk, ...]:
+        return chunks_of(self._nbytes, self._chunk_bytes, self._cuts)
 
     @property
     def name(self) -> str:
@@ -50,16 +85,27 @@ class PagedArena(ABC):
     def map(self, writable: bool = True) -> None:
         self._refuse_if(self._mapped, "map of an arena that is mapped already", "unmap it first, or drop this map")
         self._make(writable)
-        self._mapped = True
+        self._mapped, self._there = True, list(self._chunks)
 
     def unmap(self) -> None:
         self._refuse_if(not self._mapped, "unmap of an arena that is not mapped", "map it first, or drop this unmap")
-        self._release()
-        self._mapped = self._adopted = False
+        self._release(self._there)
+        self._mapped, self._adopted, self._there = False, False, []
+
+    def unmap_part(self, start: int, stop: int) -> None:
+        self._refuse_if(not self._mapped, "unmap of an arena that is not mapped", "map it first, or drop this unmap")
+        self._refuse_if(self._adopted, "unmap of a part of pages that another process owns", "unmap all of it")
+        part = [chunk for chunk in self._there if start <= chunk.start and chunk.stop <= stop]
+        what = f"unmap of bytes {start} to {stop}, which are not chunks that are there"
+        self._refuse_if(sum(c.nbytes for c in part) != stop - start, what, "reserve it with these cuts")
+        self._release(part)
+        self._there = [chunk for chunk in self._there if chunk not in part]
+        self._mapped = bool(self._there)
 
     def export(self) -> list[int]:
         self._refuse_if(not self._mapped, "export of an arena without pages", "map it first")
         self._refuse_if(self._adopted, "export of pages that another process owns", "export them from their owner")
+        self._refuse_if(self._there != list(self._chunks), "export of an arena that has lost a part", "map it again")
         return self._hand_out()
 
     def adopt(self, fds: Sequence[int], writable: bool = False) -> None:
@@ -70,7 +116,7 @@ class PagedArena(ABC):
             what = f"adopt of {got} bytes into a range of {self._nbytes} bytes"
             self._refuse_if(got != self._nbytes, what, "reserve the same bytes on both sides")
             self._take(owned, writable)
-            self._mapped = self._adopted = True
+            self._mapped, self._adopted, self._there = True, True, list(self._chunks)
         finally:
             close_all(owned)
 
@@ -97,8 +143,8 @@ class PagedArena(ABC):
         """Fresh zero pages behind the range; OutOfMemory, and nothing changed, if there are none."""
 
     @abstractmethod
-    def _release(self) -> None:
-        """Let the pages go."""
+    def _release(self, chunks: Sequence[Chunk]) -> None:
+        """Let the pages of these chunks go, which are there."""
 
     @abstractmethod
     def _hand_out(self) -> list[int]:

@@ -7,7 +7,7 @@ in the pool      what the plan puts on the host in some window, and what starts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,7 @@ from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StoredObject
 from rollplex.backends.memory.pinned import PinnedPool, SlotSpec
 from rollplex.ir.plan import Plan, PlannedObject
+from rollplex.ir.steps import Run, Step
 
 _TEMPORARY = (
     "context", "prefix_workspace", "score_workspace", "activations", "runtime", "workspace", "optimizer_workspace",
@@ -43,6 +44,14 @@ def _stays(o: PlannedObject) -> bool:
     return o.start in ("hbm", "host") and not is_temporary(o.name)
 
 
+def _cuts(program: Iterable[Step]) -> dict[str, tuple[int, ...]]:
+    """Where objects that leave in pieces are cut."""
+    found: dict[str, tuple[int, ...]] = {}
+    for piece in (p for step in program if isinstance(step, Run) for p in step.offloads):
+        found[piece.object] = (*found.get(piece.object, ()), piece.start, piece.stop)
+    return found
+
+
 class PlannedObjects:
     """`Objects` of one process: executes residency steps, and gives tensors over what it holds."""
 
@@ -58,8 +67,11 @@ class PlannedObjects:
         self.measuring = True
         self._reserved: set[str] = set()
         known = [*self.owned.values(), *self.imported.values()]
+        cuts = _cuts(plan.programs[kind])
         self._arenas: dict[str, Arena] = {
-            o.name: device.memory.reserve(o.name, o.bytes) for o in known if not is_temporary(o.name)
+            o.name: device.memory.reserve(o.name, o.bytes, cuts.get(o.name, ()))
+            for o in known
+            if not is_temporary(o.name)
         }
         self.pool = self._make_pool()
         self._store.add(self._stored(o) for o in known if not is_temporary(o.name))
@@ -84,6 +96,9 @@ class PlannedObjects:
 
     def offload(self, name: str, step: str) -> None:
         self._store.offload(name, step)
+
+    def offload_part(self, name: str, start: int, stop: int, step: str) -> None:
+        self._store.offload_part(name, start, stop, step)
 
     def drop(self, name: str, step: str) -> None:
         if is_temporary(name):

@@ -21,6 +21,7 @@ from rollplex.backends.training.attention import by_layer, causal_after
 from rollplex.backends.training.saved import AddressRanges, SavedPolicy, SavedState
 from rollplex.ir.errors import OutOfMemory
 
+Begins = Callable[[Sequence[GradientEdge]], None]
 Forward = Callable[["Capture", bool], None]
 """Runs a prompt's prefix through an engine's layers, which hand the capture their keys and values; may recompute."""
 
@@ -76,11 +77,11 @@ def materialise(
     return result
 
 
-def prefix_backward(result: PrefixResult, kv_grads: Tensor) -> None:
+def prefix_backward(result: PrefixResult, kv_grads: Tensor, begins: Begins = lambda edges: None) -> None:
     """Accumulate parameter gradients from d(loss)/d(kv), a tensor shaped like `result.kv`; once for each result.
 
-    One backward carries dK and dV of every layer into the language prefix, the merger and the vision tower. A dropped
-    prefix is run again first; its keys and values are not written anywhere.
+    One backward carries dK and dV of every layer into the language prefix, the merger and the vision tower; `begins`
+    gets the edges that it starts from. A dropped prefix is run again first; its keys and values are written nowhere.
     """
     assert result.attached, "a detached prefix has no backward"
     if result.saved.where == "dropped":
@@ -88,6 +89,7 @@ def prefix_backward(result: PrefixResult, kv_grads: Tensor) -> None:
     assert result.edges, "a prefix backward runs once"
     grads = [g[None] for layer in kv_grads.unbind(0) for g in layer.unbind(0)]
     wanted = [(e, g) for e, g in zip(result.edges, grads, strict=True) if e is not None]
+    begins([e for e, _ in wanted])
     torch.autograd.backward([e for e, _ in wanted], [g for _, g in wanted])
     result.edges, result.state = [], None
 

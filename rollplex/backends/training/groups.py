@@ -15,6 +15,7 @@ from torch import Tensor
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.rolemodel import Prefix, RoleModel
 from rollplex.backends.training.boundary import boundary_leaf
+from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.saved import ALIGN, SavedPolicy
 from rollplex.ir.job import Job
@@ -59,6 +60,7 @@ class GroupWork:
     state_dtype: torch.dtype
     seat: Seat
     models: Mapping[str, RoleModel]
+    gradients: Mapping[str, FlatGradients]
     objects: PlannedObjects
     scores: Scores
     losses: Mapping[str, StepLoss]
@@ -150,7 +152,7 @@ class GroupWork:
         """A later piece adds to the gradients of those that it extends, and so comes first."""
         for piece in self._group(step).pieces.pop((step.role, self.scores.turn[step.node])):
             assert piece.kv.grad is not None, "a prefix backward follows its train step"
-            self.models[step.role].prefix_backward(piece.prefix, piece.kv.grad)
+            self.models[step.role].prefix_backward(piece.prefix, piece.kv.grad, self.gradients[step.role].begins)
 
     # ---- pieces
 

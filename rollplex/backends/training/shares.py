@@ -84,10 +84,12 @@ class Shares:
         """Whether others update what this rank does not."""
         return len(self.own) < self.numel
 
-    def reduce_scatter(self, flat: Tensor) -> None:
-        """Sum gradients over the replicas, each share on its owner; what others own is undefined afterwards."""
+    def reduce_scatter(self, flat: Tensor, elements: range) -> None:
+        """Sum these gradients over the replicas, each on its owner; what others own is undefined afterwards."""
         for owner, share in enumerate(self.of_ranks):
-            self.groups.reduce(DP, flat[share.start : share.stop], owner)
+            start, stop = max(share.start, elements.start), min(share.stop, elements.stop)
+            if start < stop:
+                self.groups.reduce(DP, flat[start:stop], owner)
 
     def all_gather(self, weights: Mapping[str, Tensor]) -> None:
         """Every owner's new weights to all replicas, in place."""

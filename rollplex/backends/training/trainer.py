@@ -26,6 +26,7 @@ from rollplex.backends.memory.planned import IDLE, PlannedObjects
 from rollplex.backends.publication import Publication
 from rollplex.backends.rolemodel import RoleModel
 from rollplex.backends.training.carrying import CarriedObjects
+from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.groups import GroupWork
 from rollplex.backends.training.loss import Scores, StepLoss
 from rollplex.backends.training.placement import DTYPES
@@ -68,10 +69,12 @@ class TrainEngine:
         self._scores = Scores(plan, seat, groups)
         self._losses = {role: StepLoss(loss, self._scores) for role, loss in plan.losses.items()}
         dtypes = (self.dtype, self.state_dtype)
-        self._work = GroupWork(plan, job, *dtypes, seat, self._replicas, self._objects, self._scores, self._losses)
+        self._flat = {r: FlatGradients(self._objects.pages(f"{r}.gradients", self.state_dtype)) for r in job.trained}
+        models = (self._replicas, self._flat)
+        self._work = GroupWork(plan, job, *dtypes, seat, *models, self._objects, self._scores, self._losses)
         self._carried = CarriedObjects(job, self._objects)
         for role in job.trained:
-            self._replicas[role].accumulate(self._objects.pages(f"{role}.gradients", self.state_dtype))
+            self._replicas[role].accumulate(self._flat[role])
         self._objects.start()
         self._shares = {r: Shares.of(groups, self._replicas[r].trained, job.cuts_optimizer(r)) for r in job.trained}
         self._publication = Publication(self._objects.shared_digest if job.run.verify_weights else None)
@@ -109,7 +112,8 @@ class TrainEngine:
         published = self._publication if role == self.role else None
         return TrainedState(
             role, self._label(role), model.trained, self._shares[role].own, self.state_dtype, weights, current,
-            undecayed, counted, sums, published, self._objects.device,
+            undecayed, counted, sums, published, self._objects.device, self._flat[role].told,
+            partial(self._reduce, role),
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
@@ -183,10 +187,8 @@ class TrainEngine:
                 self._copies.copy(step.object, step.nbytes)
             case "q", "all_gather":
                 model.exchange(self._ranks)
-            case "dp", "all_reduce":
-                self._ranks.all_reduce(DP, self._gradients(role))
-            case "dp", "reduce_scatter":
-                cut.reduce_scatter(self._gradients(role))
+            case "dp", "all_reduce" | "reduce_scatter":
+                self._reduce(role, step.op, range(cut.numel))
             case "dp", "all_gather":
                 cut.all_gather(model.weights)
             case _:
@@ -202,8 +204,12 @@ class TrainEngine:
         """What stands before the names of a role's metrics."""
         return "" if role == self.role else f"{role}_"
 
-    def _gradients(self, role: str) -> Tensor:
-        return self._state(role, "gradients")[: self._shares[role].numel]
+    def _reduce(self, role: str, op: str, elements: range) -> None:
+        flat = self._state(role, "gradients")
+        if op == "all_reduce":
+            self._ranks.all_reduce(DP, flat[elements.start : elements.stop])
+        else:
+            self._shares[role].reduce_scatter(flat, elements)
 
     def _state(self, role: str, name: str) -> Tensor:
         """A role's gradients, master or moments where they are now."""

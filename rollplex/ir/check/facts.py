@@ -312,6 +312,11 @@ def streams(step: Step) -> tuple[str, ...]:
     return step.streams if isinstance(step, Run | UpdateChunk) else ()
 
 
+def offloaded(step: Step) -> tuple[str, ...]:
+    """Objects that leave in pieces while a step runs."""
+    return tuple(dict.fromkeys(p.object for p in step.offloads)) if isinstance(step, Run) else ()
+
+
 def moved(step: Step) -> str | None:
     """The object whose own pages a step attaches or detaches."""
     match step:
@@ -331,4 +336,4 @@ def imports(step: Step) -> str | None:
 def names(step: Step) -> tuple[str, ...]:
     """Every object that a step names, each once."""
     own = [n for n in (moved(step), imports(step)) if n]
-    return tuple(dict.fromkeys([*reads(step), *writes(step), *streams(step), *own]))
+    return tuple(dict.fromkeys([*reads(step), *writes(step), *streams(step), *offloaded(step), *own]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rollplex.ir.check.facts import Facts, names, reads, streams, writes
+from rollplex.ir.check.facts import Facts, names, offloaded, reads, streams, writes
 from rollplex.ir.check.held import LASTING, NOTHING, Held, Parts, Spans
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import PlannedObject
@@ -164,6 +164,16 @@ class Replay:
             self._update_in_place(at, at.step)
         for name in writes(at.step):
             self._write(at, self._held[name])
+        for name in offloaded(at.step):
+            self._leave_in_pieces(at, self._held[name])
+
+    def _leave_in_pieces(self, at: At, held: Held) -> None:
+        """While the step runs, its pages and its place in the pinned pool are both in use."""
+        if held.mapped:
+            held.fill_host(at.index, held.whole)
+            self._detach(at, held)
+        else:
+            self._refuse("not-held", f"{held.o.name} is not mapped{held.gone}", at, held.o)
 
     def _read(self, at: At, held: Held) -> None:
         parts = self._parts(at, held)

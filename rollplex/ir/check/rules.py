@@ -142,6 +142,9 @@ RULES: dict[str, Rule] = {
     "gradient-final": Rule(
         "gradients are complete, reduced and their norm known before the first chunk", "paper 3.2", COMPILE_AGAIN
     ),
+    "piece": Rule(
+        "gradients leave in whole pages, each byte once, beside the backward that ends them", "paper 3.2", COMPILE_AGAIN
+    ),
     "chunk-cover": Rule("chunks cover the flat parameters exactly once, in order", "paper 3.2", COMPILE_AGAIN),
     "chunk-size": Rule("chunks have the planned size and number", "paper 3.2", COMPILE_AGAIN),
     "chunk-state": Rule(

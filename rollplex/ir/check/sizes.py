@@ -27,7 +27,7 @@ from rollplex.ir.plan import StateClass
 from rollplex.ir.shards import owned_parameters, rank_parameters, stage_layers
 from rollplex.ir.sizes import gib_to_nbytes
 from rollplex.ir.spec import Part
-from rollplex.ir.steps import UpdateChunk
+from rollplex.ir.steps import Exchange, UpdateChunk
 from rollplex.ir.work import Work, one_response, role_work, turn_work, whole_call
 
 MIB = 2**20
@@ -286,3 +286,18 @@ def check_sizes(facts: Facts, job: Job) -> Iterator[Violation]:
             yield Violation("size", what, object=o.name, nbytes=exact, where=o.name)
         if exact is not None and o.class_ != (right := class_of(o.name)):
             yield Violation("class", f"{o.name} is {o.class_}, it holds {right} state", object=o.name, where=o.name)
+    yield from _gathered(facts, sizes)
+
+
+def _gathered(facts: Facts, sizes: Sizes) -> Iterator[Violation]:
+    """Where each replica updates a share, it receives the weights of all others' shares, and no more."""
+    for at in facts.steps():
+        step = at.step
+        if not isinstance(step, Exchange) or (step.group, step.op) != ("dp", "all_gather"):
+            continue
+        role = facts.objects[step.object].role
+        if role in sizes.job.trained:
+            exact = (sizes.trained(role) - sizes.updated(role)) * sizes.job.itemsize
+            if step.nbytes != exact:
+                what = f"it moves {step.nbytes:,} bytes, the other replicas update {exact:,}"
+                yield Violation("missing-exchange", what, at, step.object, exact)

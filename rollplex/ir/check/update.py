@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rollplex.ir.check.facts import Facts
+from rollplex.ir.check.facts import Facts, offloaded, reads, streams
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.steps import Exchange, Publish, Rebuild, Step, UpdateChunk
 
@@ -165,7 +165,7 @@ def gradients(u: Update) -> Iterator[Violation]:
         if u.facts.objects[name].role != u.role:
             what = f"{name} belongs to {u.facts.objects[name].role or 'no role'}, and {u.role} is updated by it"
             yield Violation("gradient-final", what, norms[0], name)
-        if name not in norms[0].step.reads:  # type: ignore[union-attr]
+        if name not in (*reads(norms[0].step), *streams(norms[0].step)):
             yield Violation("gradient-final", f"it reads no {name}", norms[0], name)
     for at in backward:
         if at.index > norms[0].index:
@@ -179,6 +179,10 @@ def _reduced(u: Update, backward: At, norm: At) -> Iterator[Violation]:
     for name in u.facts.gradients(u.role) if kind.replicas(u.role) > 1 else ():
         found = [a for a in u.facts.steps(u.process) if isinstance(a.step, Exchange) and a.step.object == name]
         op = "reduce_scatter" if u.sharded else "all_reduce"
+        if any(name in offloaded(at.step) for at in u.facts.steps(u.process)):
+            for at in found:
+                yield Violation("missing-exchange", f"{name} is reduced again, its pieces were", at, name)
+            continue
         inside = [a for a in found if _reduces(a.step, op) and backward.index < a.index < norm.index]
         if len(inside) != 1 or len(found) != 1:
             what = f"{name} is reduced {len(inside)} times between the last backward and its norm"
