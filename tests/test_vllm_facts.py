@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from vllm_tiny import VL, vllm_plan
+from vllm_tiny import HOST, ROLLOUT, VL, vllm_plan
 
 from rollplex import doctor
 from rollplex.backends.facts import load_facts
@@ -82,6 +82,10 @@ def test_the_doctor_says_whether_the_version_is_supported(
 # ---- what it does not run
 
 
+def roles(**rollout: Any) -> dict[str, Any]:
+    return {"actor": {"train": HOST, "rollout": {**ROLLOUT, **rollout}}, "reference": {"score": HOST}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -89,6 +93,10 @@ def test_the_doctor_says_whether_the_version_is_supported(
         (
             {"model": {"config": {**VL, "num_attention_heads": 8}}},
             "heads of 16: on a CPU vllm has attention for heads of 32, 64, 80",
+        ),
+        (
+            {"roles": roles(max_num_batched_tokens=100)},
+            "max_num_batched_tokens 100: on a CPU vllm prefills sequences whole, and one has 140 tokens",
         ),
         ({"ablate": ["weight_sharing"]}, "a second copy of the weights: vllm reads the trainer's pages"),
     ],

@@ -11,6 +11,7 @@ from rollplex.ir.engines import engine as load_facts
 from rollplex.ir.engines import runs
 from rollplex.ir.job import Job
 from rollplex.ir.module import Module
+from rollplex.ir.serving import model_length
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.work import one_copy
 
@@ -53,6 +54,8 @@ def _of_vllm(job: Job) -> Iterator[str]:
         yield f"{job.spec.name} has no vision tower: on a CPU vllm is bound to Qwen2.5-VL"
     if rollout.mm_encoder_tp_mode == "weights":
         yield "mm_encoder_tp_mode weights: the tower that both engines read is whole"
+    if (most := rollout.max_num_batched_tokens) < (length := model_length(job)):
+        yield f"max_num_batched_tokens {most}: on a CPU vllm prefills sequences whole, and one has {length} tokens"
     if not one_copy(job):
         yield "a second copy of the weights: vllm reads the trainer's pages"
 

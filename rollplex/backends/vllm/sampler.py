@@ -110,6 +110,8 @@ class VllmSampler:
             "kv_cache_memory_bytes": self._served.kv.numel(),
             "block_size": kv_block_tokens(job),
             "enable_prefix_caching": True,
+            # Behind a piece of a prompt vLLM takes back a number drawn from the request's dice, which a CPU's cannot.
+            "enable_chunked_prefill": not job.on_host,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "async_scheduling": False,
