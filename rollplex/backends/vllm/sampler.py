@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class VllmSampler:
         job, facts = self._job, load_facts("vllm")
         rows = {kind: facts.rows(job.spec, kind, job.rollout_tp, self._seat.tp) for kind in ("qkv", "gate_up")}
         vocab = job.spec.padded_vocab(job.train_tp)
-        with undisturbed(), over_gloo(), loader.serving(self._served, rows, vocab):
+        with undisturbed(), over_gloo() if job.on_host else nullcontext(), loader.serving(self._served, rows, vocab):
             model.register()
             self._meet()
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments()))
