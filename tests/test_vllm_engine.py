@@ -166,8 +166,9 @@ def test_weights_are_published_and_never_loaded(watched: Watched) -> None:
     """vLLM's own ways of loading would write its order over the trainer's."""
     from rollplex.backends.vllm.loader import SharedPagesLoader
 
+    loader = SharedPagesLoader(watched.sampler.runner.load_config)
     with pytest.raises(EngineError, match="weights of this engine are pages of the trainer"):
-        SharedPagesLoader.load_weights(Any, watched.model, None)
+        loader.load_weights(watched.model, None)
 
 
 def test_a_preempted_request_ends_the_run(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

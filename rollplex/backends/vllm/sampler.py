@@ -90,7 +90,9 @@ class VllmSampler:
         """The default process group of this process is that of its engine's ranks."""
         tp, limit = self._job.rollout_tp, timedelta(seconds=self._job.run.silent_s)
         place = f"file://{(self._meeting / f'engine-{self._seat.copy}').absolute()}"
-        dist.init_process_group("gloo", init_method=place, rank=self._seat.tp, world_size=tp, timeout=limit)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", init_method=place, rank=self._seat.tp, world_size=tp, timeout=limit)
+        assert dist.get_world_size() == tp, f"this process is in a group of {dist.get_world_size()}, not {tp}"
         os.environ.update(RANK=str(self._seat.tp), LOCAL_RANK=str(self._seat.tp), WORLD_SIZE=str(tp))
 
     def _arguments(self) -> dict[str, Any]:
