@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rollplex.ir.job import Job
 from rollplex.ir.lora import trained_parts, trained_spec
@@ -98,4 +99,4 @@ def _pieces(part: Part, count: int, page: int) -> Iterator[Range]:
     pages = (part.stop - part.start) // page
     count = max(1, min(count, pages))
     edges = [part.start + page * (pages * i // count) for i in range(count)] + [part.stop]
-    yield from reversed(list(zip(edges, edges[1:], strict=False)))
+    yield from reversed(list(pairwise(edges)))
