@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StateClass, StoredObject
-from rollplex.backends.memory.pinned import PinnedPool, SavedPool, Slot, SlotSpec
+from rollplex.backends.memory.pinned import PinnedPool, SlotSpec
 from rollplex.backends.memory.table import HOST
 from rollplex.ir.errors import OutOfMemory, PlanError
 
@@ -117,92 +117,6 @@ def test_a_closed_pool_faults_and_is_counted_no_more() -> None:
         view.sum()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
-
-
-# --- saved tensors ---
-
-
-def saved_slot(nbytes: int) -> Slot:
-    return pool_of(SlotSpec("saved", nbytes)).slot("saved")
-
-
-shapes = st.lists(st.integers(0, 5), max_size=4)
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
-
-
-@given(tensors=st.lists(st.tuples(shapes, dtypes, st.randoms()), max_size=10))
-@settings(max_examples=50, deadline=None)
-def test_saved_tensors_come_back_as_they_were(tensors: list) -> None:
-    """Any shape, order of dimensions and dtype: same values, and same strides where memory was dense."""
-    pool = SavedPool(saved_slot(MIB))
-    kept = []
-    for shape, dtype, random in tensors:
-        order = random.sample(range(len(shape)), len(shape))
-        tensor = torch.randint(0, 2, shape).to(dtype).permute(order)
-        kept.append((pool.put(tensor), tensor))
-    for handle, tensor in kept:
-        got = pool.get(handle)
-        assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(got, tensor)
-        if tensor.numel() > 1 and all(size > 1 for size in tensor.shape):
-            assert got.stride() == tensor.stride()
-    assert pool.used_bytes <= sum(t.numel() * t.element_size() + 63 for _, t in kept)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.arange(12.0)[::2], torch.ones(3, 1).expand(3, 4), torch.arange(12.0).view(3, 4)[:, 1:3], torch.tensor(5.0)],
-    ids=["stepped", "expanded", "window", "scalar"],
-)
-def test_saved_views_take_their_own_bytes_only(tensor: torch.Tensor) -> None:
-    pool = SavedPool(saved_slot(PAGE))
-    got = pool.get(pool.put(tensor))
-    assert torch.equal(got, tensor)
-    assert got.is_contiguous()
-    assert pool.used_bytes == 4 * tensor.numel()
-
-
-def test_saved_tensors_through_autograd_hooks() -> None:
-    """Gradients with every saved tensor in the pool equal those without, to the bit."""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
-    inputs = torch.randn(5, 8)
-    net(inputs).square().sum().backward()
-    plain = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    net.zero_grad()
-    pool = SavedPool(saved_slot(MIB))
-    with torch.autograd.graph.saved_tensors_hooks(pool.put, pool.get):
-        loss = net(inputs).square().sum()
-    assert pool.used_bytes > 0
-    loss.backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), plain, strict=True) if p.grad is not None)
-
-
-def test_a_full_slot_is_refused_with_amounts_and_never_grows() -> None:
-    pool = SavedPool(saved_slot(1000))
-    pool.put(torch.zeros(100))
-    with pytest.raises(OutOfMemory) as error:
-        pool.put(torch.zeros(150))
-    assert str(error.value) == (
-        "pinned pool, slot saved: a saved tensor of 0.59 KiB (600 bytes) does not fit: 0.39 KiB of 0.98 KiB are used, "
-        "552 bytes are free\n    try: recompute the prefix instead of saving it, or give the slot more host memory"
-    )
-    assert (pool.used_bytes, pool.slot.nbytes) == (400, 1000)
-    pool.put(torch.zeros(138))  # to the last byte
-    with pytest.raises(OutOfMemory, match=r"\(1 bytes\) does not fit"):
-        pool.put(torch.zeros(1, dtype=torch.uint8))
-
-
-def test_reset_gives_the_room_back_and_voids_handles() -> None:
-    pool = SavedPool(saved_slot(1024))
-    old = pool.put(torch.ones(256))
-    pool.reset()
-    assert (pool.used_bytes, pool.peak_bytes) == (0, 1024)
-    new = pool.put(torch.zeros(200))
-    assert pool.get(new).sum() == 0
-    with pytest.raises(AssertionError, match="saved: a handle from before the last reset"):
-        pool.get(old)
-    assert pool.peak_bytes == 1024
 
 
 # --- objects ---

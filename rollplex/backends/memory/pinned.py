@@ -2,7 +2,6 @@
 
 pool = PinnedPool(memory, [SlotSpec("actor.master", n), SlotSpec("actor.prefix_saved", m)], host_ledger)
 master = pool.slot("actor.master").view(torch.float32)        a tensor over the slot, no copy
-saved = SavedPool(pool.slot("actor.prefix_saved"))            for hooks: handle = saved.put(t), saved.get(handle)
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from rollplex.backends.base import Arena
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.memfd import HostMemory, lock
 from rollplex.backends.memory.paged import round_up
-from rollplex.backends.memory.table import amount
-from rollplex.ir.errors import OutOfMemory, PlanError
+from rollplex.ir.errors import PlanError
 
 ALIGN_BYTES = 64  # a cache line; also enough for every dtype
 
@@ -103,63 +101,6 @@ class Slot:
         return self.pool.arena.view(self.offset + offset_bytes, shape, dtype)
 
 
-@dataclass(frozen=True)
-class Handle:
-    """Where a saved tensor lies in its slot; good until the next `reset`."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    generation: int
-
-
-class SavedPool:
-    """Saved tensors in one slot: handed out front to back, all given back at once, the slot never grows."""
-
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self.used_bytes = 0
-        self.peak_bytes = 0
-        self._generation = 0
-
-    def put(self, tensor: torch.Tensor) -> Handle:
-        """Copy a tensor into the slot; a dense one keeps its strides, others become contiguous. OutOfMemory if full."""
-        stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        nbytes = tensor.numel() * tensor.element_size()
-        start = round_up(self.used_bytes, ALIGN_BYTES)
-        if start + nbytes > self.slot.nbytes:
-            raise self._full(nbytes)
-        handle = Handle(start, tensor.shape, stride, tensor.dtype, self._generation)
-        self._over(handle).copy_(tensor.detach())
-        self.used_bytes = start + nbytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return handle
-
-    def get(self, handle: Handle) -> torch.Tensor:
-        """The saved tensor as a view of the slot: read it before the next `reset`."""
-        assert handle.generation == self._generation, f"{self.slot.name}: a handle from before the last reset"
-        return self._over(handle)
-
-    def reset(self) -> None:
-        """Forget all saved tensors; their handles are void."""
-        self.used_bytes = 0
-        self._generation += 1
-
-    def _over(self, handle: Handle) -> torch.Tensor:
-        flat = self.slot.view(handle.dtype, (handle.shape.numel(),), handle.offset)
-        return flat.as_strided(handle.shape, handle.stride)
-
-    def _full(self, nbytes: int) -> OutOfMemory:
-        free = max(self.slot.nbytes - round_up(self.used_bytes, ALIGN_BYTES), 0)
-        what = (
-            f"a saved tensor of {amount(nbytes)} ({nbytes} bytes) does not fit: {amount(self.used_bytes)} of "
-            f"{amount(self.slot.nbytes)} are used, {free} bytes are free"
-        )
-        hint = "recompute the prefix instead of saving it, or give the slot more host memory"
-        return OutOfMemory(what, where=f"pinned pool, slot {self.slot.name}", hint=hint)
-
-
 def _place(specs: Sequence[SlotSpec], page_bytes: int) -> list[tuple[SlotSpec, int]]:
     """The offset of each slot: as planned, or on the first page after the slot before it."""
     placed, end = [], 0
@@ -185,13 +126,3 @@ def _check_apart(placed: Sequence[tuple[SlotSpec, int]]) -> None:
 
 def _plan_error(what: str, hint: str) -> PlanError:
     return PlanError(what, where="pinned pool", hint=hint)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor covers a stretch of memory exactly once, in whatever order of its dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
