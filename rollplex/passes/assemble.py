@@ -262,7 +262,7 @@ def _sampled_again(module: Module) -> Iterator[str]:
     extra = estimate.window_s["P1 sample"]
     yield (
         f"dynamic sampling: at most {again.rounds} rounds, at {again.kept:.0%} of the groups kept "
-        f"{' + '.join(map(str, rounds))} prompts an engine; {extra:.1f} of {decode:.1f} s of decode come before the "
+        f"{' + '.join(map(str, rounds))} prompts an engine; {extra:.3g} of {decode:.3g} s of decode come before the "
         "last round, and no prefix beside them; KV cache and boundaries hold one round: no window needs more memory"
     )
     yield (
