@@ -65,6 +65,10 @@ class RoleModel(Protocol):
         """A reward model's scores [responses] over a prefix, under the caller's grad mode."""
         ...
 
+    def whole(self, prompt: Any, response: Tensor, head: str, temperature: float, recompute: bool) -> Tensor:
+        """What the head says of one response behind a prompt of its own: [1, tokens], a score [1]."""
+        ...
+
     def prefix_backward(self, prefix: Prefix, kv_grads: Tensor, begins: Callable[[Any], None]) -> None:
         """Gradients of the prefix from d(loss)/d(kv); once for each attached prefix.
 

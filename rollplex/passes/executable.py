@@ -37,7 +37,7 @@ def not_executable(module: Module) -> tuple[str, ...]:
         found.append(f"{job.workload.prompts} prompts over {job.engines} rollout engines: each hands over as many")
     if job.workload.turns is not None and engines != {"host"}:
         found.append(f"{job.workload.turn_count} turns: the host engine alone goes on from another turn")
-    return (*found, *_of_roles(job), *_of_calls(module[Schedule]))
+    return (*found, *_of_roles(job), *_of_calls(job, module[Schedule]))
 
 
 def _of_vllm(job: Job) -> Iterator[str]:
@@ -98,12 +98,14 @@ def _of_other_engines(job: Job, name: str) -> Iterator[str]:
         yield f"{name} has a model of its own: {engine} loads the job's"
 
 
-def _of_calls(schedule: Schedule) -> Iterator[str]:
+def _of_calls(job: Job, schedule: Schedule) -> Iterator[str]:
     for call in (c for c in schedule.calls if c.op == "whole"):
-        yield f"{call.role}'s call %{call.node} is not split"
+        if (engine := job.trainer(call.role).engine) != "host":
+            yield f"{call.role}'s call %{call.node} is not split: {engine} goes on from a prefix"
     for host in schedule.hosts:
-        if host in schedule.early:
-            yield f"host function %{host} runs before the rollout"
+        chosen = len(job.sampled_per_engine) > 1 or job.workload.rollout.kind != "full"
+        if host in schedule.early and chosen:
+            yield f"host function %{host} runs before it is known which prompts a step takes"
 
 
 def unrun_features(job: Job, role: str) -> tuple[str, ...]:

@@ -63,9 +63,18 @@ class TrainProgram(Context):
 
     @property
     def waited(self) -> dict[str, str]:
-        """The window at whose start each host function's result is waited for: the first that needs it."""
-        needing = {h: [w.name for w in self.schedule.windows if h in self._inputs(w)] for h in self.schedule.hosts}
+        """The window at whose start each host function's result is waited for: the first that needs it.
+
+        Of what is trained on group by group that is the stream.
+        """
+        needing = {
+            h: [self._begins(w) for w in self.schedule.windows if h in self._inputs(w)] for h in self.schedule.hosts
+        }
         return {h: (windows or [self.last_window["P2"]])[0] for h, windows in needing.items()}
+
+    def _begins(self, window: Window) -> str:
+        stream = self.schedule.stream
+        return stream.name if stream and window in self.schedule.streaming else window.name
 
     def _inputs(self, window: Window) -> tuple[str, ...]:
         """Values that the trainer's work of a window takes; decoding is the rollout engine's."""

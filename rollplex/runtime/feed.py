@@ -12,7 +12,6 @@ text of the next message to the model; where it does not, the run stops.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,17 +33,17 @@ from rollplex.backends.data.rows import Row
 from rollplex.backends.data.tokens import end_tokens, response_text
 from rollplex.backends.engine import Values
 from rollplex.backends.training.placement import DTYPES
-from rollplex.ir.errors import DataError, RunError
+from rollplex.ir.errors import DataError
 from rollplex.ir.job import Job
 from rollplex.ir.parts import group_of, round_of, whole
 from rollplex.ir.plan import Plan, references
 from rollplex.ir.steps import Run
 from rollplex.runtime.background import Later
 from rollplex.runtime.calls import Call, HostCalls, Limits, message, score
+from rollplex.runtime.hostvalues import as_prompts, as_rollout, early_calls, early_hosts, returned
+from rollplex.runtime.offers import EARLY_OFFERS, asked, parameters_of, row_data
 from rollplex.runtime.rounds import RoundLog
 from rollplex.runtime.steprows import RoundRows, StepRows
-
-OFFERS = ("question", "answer", "response", "row", "tokens", "index", "turn", "history")
 
 
 class Feed:
@@ -72,6 +71,7 @@ class Feed:
         self._eos = end_tokens(maker.tokenizer)
         self._records = {record.name: record for record in plan.graph if record.op in ("rx.host", "rx.generate")}
         self._sampled = [record.name for record in plan.graph if record.op == "rx.generate"]
+        self._early = early_hosts(plan)
         self._iteration = -1
         self._ahead: Later[PromptBatch] | None = None
 
@@ -88,6 +88,8 @@ class Feed:
                 return dict.fromkeys(step.outputs, self._load_again(inputs) if inputs else self._load())
             case "host" if self._records[step.node].kwargs.get("returns") == "history":
                 return dict.fromkeys(step.outputs, self._observe(step, inputs))
+            case "host" if step.node in self._early or returned(self.plan, step.node) != "scores":
+                return dict.fromkeys(step.outputs, self._made(step, inputs))
             case "host":
                 return dict.fromkeys(step.outputs, self._host(step, inputs))
             case _:
@@ -165,16 +167,8 @@ class Feed:
 
         Where there are rounds the last one's are those of the step: no response is judged twice.
         """
-        name, (made,), failure = self.plan.hosts[step.node], step.outputs, self.job.run.reward_failure
-        calls = list(self._calls(step, inputs))
-        found = self._host_calls[name].each(calls, score)
-        numbers = [number if number is not None else float(failure) for number in found.results]
-        if failure != "stop":
-            told = f"{name}_failures"
-            self.metrics[told] = self.metrics.get(told, 0) + len(found.failures)
-            self.failures += [f"{calls[i].row}: {what}" for i, what in found.failures.items()]
-        dtype = torch.float64 if self.job.model.dtype == "float64" else torch.float32
-        scores = torch.tensor(numbers, dtype=dtype).view(-1, self.job.group)
+        name, (made,) = self.plan.hosts[step.node], step.outputs
+        scores = self._rated(name, list(self._calls(step, inputs)))
         if self._rounds and step.node in self._rounds.hosts:
             so_far = self._rounds.scored(step.node, self._judged(step, inputs), scores)
             if round_of(made) is not None:
@@ -196,6 +190,44 @@ class Feed:
             return taken
         prompts = next(value for value in inputs.values() if isinstance(value, PromptBatch))
         return [number for number in taken if prompts.due is None or number in prompts.due]
+
+    def _rated(self, name: str, calls: Sequence[Call]) -> Tensor:
+        """What a host function says of each call [prompts, group]; a failure is the job's number, or ends the run."""
+        found, failure = self._host_calls[name].each(calls, score), self.job.run.reward_failure
+        numbers = [number if number is not None else float(failure) for number in found.results]
+        if failure != "stop":
+            told = f"{name}_failures"
+            self.metrics[told] = self.metrics.get(told, 0) + len(found.failures)
+            self.failures += [f"{calls[i].row}: {what}" for i, what in found.failures.items()]
+        return torch.tensor(numbers, dtype=self._dtype).view(-1, self.job.group)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of scores."""
+        return torch.float64 if self.job.model.dtype == "float64" else torch.float32
+
+    def _made(self, step: Run, inputs: Mapping[str, Any]) -> Any:
+        """What a host function makes before the rollout, or of its responses: prompts or others (hostvalues.py)."""
+        node, name, kind = step.node, self.plan.hosts[step.node], returned(self.plan, step.node)
+        group = 1 if kind == "prompts" else self.job.group
+        if node in self._early:
+            rows = self.rows_of(self._iteration)
+            taken, wanted = torch.arange(len(rows)), parameters_of(self.hosts[name], name, EARLY_OFFERS)
+            calls = early_calls([asked(row) for row in rows], wanted, group)
+        else:
+            taken, calls = self._responses(node, inputs).taken, list(self._calls(step, inputs))
+            rows = [self.rows_of(self._iteration)[number] for number in taken.tolist()]
+        if kind == "scores":
+            scores = self._rated(name, calls)
+            self.metrics[name] = float(scores.mean())
+            return scores
+        limits = Limits(self.job.run.reward_timeout_s, self.job.run.reward_workers, "stop")
+        texts = [str(text) for text in HostCalls(self.hosts[name], name, limits).each(calls, message).results]
+        if kind == "rollout":
+            shape = (len(rows), group, self.job.workload.response_tokens)
+            return as_rollout(texts, calls, self.maker, shape, taken, self._dtype)
+        each = [row for row in rows for _ in range(group)]
+        return as_prompts(texts, each, lambda row, text: self._prompt(replace(row, question=text)), group, self._eos)
 
     def _observe(self, step: Run, inputs: Mapping[str, Any]) -> Histories:
         """What every trajectory's next response follows: its history, its response, and what is seen then."""
@@ -252,30 +284,7 @@ class Feed:
             row = rows[number]
             for i, tokens in enumerate(rollout.responses(at)):
                 text = response_text(self.maker.tokenizer, tokens.tolist())
-                offered = {"question": row.question, "answer": row.answer, "response": text, "row": row_data(row)}
-                offered |= {"tokens": tokens.tolist(), "index": i, "turn": turn}
+                offered = asked(row) | {"response": text, "tokens": tokens.tolist(), "index": i, "turn": turn}
                 if "history" in wanted:
                     offered["history"] = self.maker.text_of(self._histories(node, inputs, number)[i])
                 yield Call(f"{row.id}, response {i}{within}", {k: v for k, v in offered.items() if k in wanted})
-
-
-def row_data(row: Row) -> dict[str, Any]:
-    """A row as the user wrote it, with its place (`id`) and media paths that can be opened."""
-    media = {kind: str(path) for kind, path in (("video", row.video), ("image", row.image)) if path is not None}
-    return {**row.extra, **media, "question": row.question, "answer": row.answer, "id": row.id}
-
-
-def parameters_of(function: Callable[..., Any], name: str) -> frozenset[str]:
-    """Which of `OFFERS` a host function takes; RunError for a parameter without default that nobody offers."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        what = f"`{name}` is {function!r}, not a Python function"
-        raise RunError(what, where="host function", hint="pass a function defined with def") from None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return frozenset(OFFERS)
-    unknown = [p.name for p in parameters if p.name not in OFFERS and p.default is p.empty]
-    if unknown:
-        what = f"`{name}` takes {', '.join(unknown)}, which no row offers"
-        raise RunError(what, where="host function", hint=f"a host function may take {', '.join(OFFERS)}, by name")
-    return frozenset(p.name for p in parameters)

@@ -13,10 +13,12 @@ from rollplex.ir.checker import verify_plan
 from rollplex.ir.engines import lacking, runs
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
-from rollplex.ir.plan import Plan
+from rollplex.ir.plan import NodeRecord, Plan, references
 from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import Exchange, Rebuild
-from rollplex.runtime.feed import Feed, parameters_of
+from rollplex.runtime.feed import Feed
+from rollplex.runtime.hostvalues import OF_EARLY, OF_LATE, early_hosts, returned
+from rollplex.runtime.offers import EARLY_OFFERS, OFFERS, parameters_of
 
 HOST_FUNCTION = Callable[..., Any]
 DTYPES = {True: ("float32", "float64"), False: ("bfloat16",)}
@@ -113,19 +115,30 @@ def available_bytes() -> int:
 def check_hosts(plan: Plan, hosts: Mapping[str, HOST_FUNCTION]) -> None:
     """Every host function of the algorithm is given and takes only what a row offers; all problems at once."""
     problems: list[Problem] = []
+    early = early_hosts(plan)
     records = {record.name: record for record in plan.graph}
     for node, name in plan.hosts.items():
         if name not in hosts:
             hint = f"define `{name}` in the run, or pass it with --host {name}=module:function"
             problems.append(Problem(f"no function for `{name}`", plan.algorithm, hint))
             continue
-        returns = records[node].kwargs.get("returns", "scores")
-        if returns not in ("scores", "history"):
-            what = f"`{name}` returns {returns}; backend host runs host functions that return scores, and environments"
-            problems.append(Problem(what, records[node].loc))
-        parameters_of(hosts[name], name)
+        problems += _unable(plan, records[node])
+        parameters_of(hosts[name], name, EARLY_OFFERS if node in early else OFFERS)
     if problems:
         raise RunError(*problems)
+
+
+def _unable(plan: Plan, record: NodeRecord) -> Iterator[Problem]:
+    """What a host function of the algorithm cannot make here."""
+    name, returns, early = plan.hosts[record.name], returned(plan, record.name), record.name in early_hosts(plan)
+    may = OF_EARLY if early else OF_LATE
+    if returns not in may:
+        when = "before the rollout" if early else "of responses"
+        yield Problem(f"`{name}` returns {returns} {when}", record.loc, f"it may return {', '.join(may)}")
+    sampled = {r.name for r in plan.graph if r.op == "rx.generate"}
+    if not early and not sampled.intersection(references(record.args)):
+        what = f"`{name}` is called without the responses that its arguments are made of"
+        yield Problem(what, record.loc, f"rx.host({name})(prompts, rollout)")
 
 
 def make_feed(plan: Plan, job: Job, hosts: Mapping[str, HOST_FUNCTION]) -> Feed:

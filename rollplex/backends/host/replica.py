@@ -13,6 +13,7 @@ from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.hf.model import HostModel, bind, build_model, freeze
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
 from rollplex.backends.host.suffix import suffix_logprobs, suffix_scores, suffix_values
+from rollplex.backends.host.whole import whole_numbers
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.training.boundary import Begins, PrefixResult, prefix_backward
 from rollplex.backends.training.gradients import FlatGradients
@@ -83,6 +84,10 @@ class Replica:
     def scores(self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], recompute: bool) -> Tensor:
         found = suffix_scores(self.model, kv, prefix.prompt, responses, recompute=recompute, before=prefix.before)
         return found.cpu()
+
+    def whole(self, prompt: Prompt, response: Tensor, head: str, temperature: float, recompute: bool) -> Tensor:
+        device = self.model.device
+        return whole_numbers(self.model, prompt.on(device), response.to(device), head, temperature, recompute)
 
     def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor, begins: Begins) -> None:
         prefix_backward(prefix, kv_grads, begins)

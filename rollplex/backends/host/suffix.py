@@ -41,11 +41,7 @@ def suffix_logprobs(
     """
     targets, mask = _pad(responses, kv.device)
     hidden = _forward(model, [*before, kv], prompt, targets[:, :-1], recompute)
-    found = [
-        _head(model, rows, wanted, temperature)
-        for rows, wanted in zip(hidden[mask].split(logit_rows), targets[mask].split(logit_rows), strict=True)
-    ]
-    every = torch.cat(found)
+    every = response_logprobs(model, hidden[mask], targets[mask], temperature, logit_rows)
     return every.new_zeros(mask.shape).masked_scatter(mask, every)
 
 
@@ -77,6 +73,14 @@ def suffix_scores(
     tokens, mask = _pad(responses, kv.device)
     hidden = _forward(model, [*before, kv], prompt, tokens, recompute)
     return model.score(hidden[torch.arange(len(tokens)), mask.sum(1)])[:, 0]
+
+
+def response_logprobs(
+    model: HostModel, hidden: Tensor, tokens: Tensor, temperature: float, logit_rows: int = LOGIT_ROWS
+) -> Tensor:
+    """log p [m] of the tokens that hidden states [m, hidden] are followed by."""
+    rows = zip(hidden.split(logit_rows), tokens.split(logit_rows), strict=True)
+    return torch.cat([_head(model, states, wanted, temperature) for states, wanted in rows])
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

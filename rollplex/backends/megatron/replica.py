@@ -86,6 +86,9 @@ class Replica:
 
     scores = values
 
+    def whole(self, prompt: Prompt, response: Tensor, head: str, temperature: float, recompute: bool) -> Tensor:
+        raise AssertionError("a plan in which Megatron runs a call that is not split is refused")
+
     def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor, begins: Begins) -> None:
         self._rank.prefix_backward(prefix, kv_grads, begins)
 

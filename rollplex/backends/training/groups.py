@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.rolemodel import Prefix, RoleModel
 from rollplex.backends.training.boundary import boundary_leaf
@@ -46,8 +47,8 @@ class Piece:
     kv: Tensor
 
 
-Unit = tuple[Piece, list[Tensor]]
-"""Responses that run through a model together, and the piece that they go on from."""
+Unit = tuple[Piece | Prompt, list[Tensor]]
+"""Responses that run through a model together, and what they follow: a piece, or where a call is whole their prompt."""
 
 
 @dataclass
@@ -159,8 +160,12 @@ class GroupWork:
     def _units(self, step: Run, inputs: Mapping[str, Any]) -> list[Unit]:
         """The responses of a group, as many at a time as the plan has room for; of later turns one at a time."""
         turn = self.scores.turn[step.node]
-        pieces = self._group(step).pieces[step.role, turn]
         responses = self.scores.row(self.scores.read[step.node], inputs, step.microbatch).responses(0)
+        if step.node in self.scores.whole:
+            prompts = self.scores.row(self.scores.whole[step.node], inputs, step.microbatch)[0]
+            each = (prompts,) * len(responses) if isinstance(prompts, Prompt) else prompts
+            return [(prompt, [response]) for prompt, response in zip(each, responses, strict=True)]
+        pieces = self._group(step).pieces[step.role, turn]
         if turn > 1:
             return [(piece, [response]) for piece, response in zip(pieces, responses, strict=True)]
         size = self.plan.summary.chunks.microbatch.suffix_responses
@@ -171,15 +176,19 @@ class GroupWork:
 
         Log-probabilities or values [1, responses, response_tokens], scores [1, responses].
         """
-        piece, responses = unit
-        recompute = piece.prefix.attached and self.job.roles[role].recompute == "full"
+        (piece, responses), temperature = unit, self.job.run.temperature
+        recompute = role in self.job.trained and self.job.roles[role].recompute == "full"
         model, head = self.models[role], self.scores.heads[node]
-        if head == "score":
-            return model.scores(piece.prefix, piece.kv, responses, recompute)[None].to(self.state_dtype)
-        if head == "values":
+        if isinstance(piece, Prompt):
+            found = model.whole(piece, responses[0], head, temperature, recompute)
+        elif head == "score":
+            found = model.scores(piece.prefix, piece.kv, responses, recompute)
+        elif head == "values":
             found = model.values(piece.prefix, piece.kv, responses, recompute)
         else:
-            found = model.logprobs(piece.prefix, piece.kv, responses, self.job.run.temperature, recompute)
+            found = model.logprobs(piece.prefix, piece.kv, responses, temperature, recompute)
+        if head == "score":
+            return found[None].to(self.state_dtype)
         room = self.job.workload.response_tokens - found.shape[1]
         return torch.nn.functional.pad(found, (0, room))[None].to(self.state_dtype)
 

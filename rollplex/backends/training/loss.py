@@ -21,14 +21,17 @@ from rollplex.ir.parts import part, wholes
 from rollplex.ir.placement import Seat
 from rollplex.ir.plan import LossPlan, NodeRecord, Plan, references
 
+WHOLE = {"rx.logprobs": "logprobs", "rx.values": "values", "rx.score": "score"}
+"""Calls that are not split, and what they give."""
+
 
 class Scores:
     """What the models of this rank have said in a step, detached, [1, group, ..] a group; losses are made of it.
 
     A group is one of the rank's prompts, by its number there; what comes from outside has all prompts of the step, or,
-    under `streamed`, a row for each data-parallel rank. `read` is what a prefix or suffix reads, a history or
-    responses, and `turn` which turn that is of, from 1 on. `heads` says of each model call what it gives, logprobs,
-    values or score, and `roles` whose it is.
+    under `streamed`, a row for each data-parallel rank. `read` is what a prefix or a call on responses reads, a history
+    or responses, and `turn` which turn that is of, from 1 on; `whole` are the prompts of a call that is not split.
+    `heads` says of each model call what it gives, logprobs, values or score, and `roles` whose it is.
     """
 
     def __init__(self, plan: Plan, seat: Seat, ranks: Groups) -> None:
@@ -36,10 +39,11 @@ class Scores:
         self.prompts = next(record.name for record in plan.graph if record.op == "input")
         self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
         self.turns = sum(record.op == "rx.generate" for record in plan.graph)
-        self.read = {r.name: _read_by(r) for r in plan.graph if r.op in ("rx.prefix", "rx.suffix")}
-        self.turn = _turns(plan)
-        calls = {record.name: record for record in plan.graph if record.op == "rx.suffix"}
-        self.heads = {name: record.kwargs.get("head", "logprobs") for name, record in calls.items()}
+        calls = {record.name: record for record in plan.graph if record.op in ("rx.suffix", *WHOLE)}
+        self.read = {r.name: _read_by(r) for r in plan.graph if r.op == "rx.prefix" or r.name in calls}
+        self.whole = {n: next(references(r.args[1:2])) for n, r in calls.items() if r.op in WHOLE}
+        self.turn = _turns(plan) | dict.fromkeys(self.whole, 1)
+        self.heads = {n: WHOLE.get(r.op) or r.kwargs.get("head", "logprobs") for n, r in calls.items()}
         self.roles = {name: str(record.args[0]) for name, record in calls.items()}
         self._found: dict[str, dict[int, Tensor]] = {}
 
@@ -75,7 +79,7 @@ class Scores:
 
 
 def _read_by(record: NodeRecord) -> str:
-    """The prompts of a prefix, the responses of a suffix."""
+    """The prompts of a prefix, the responses of any other call."""
     return next(references(record.args[1:2] if record.op == "rx.prefix" else record.args[2:3]))
 
 

@@ -2,6 +2,7 @@
 
 prefix           prompt[:-1] through the role's model -> keys and values into its boundary slot
 suffix           last prompt token and responses over the boundary, detached -> log-probabilities, values or scores
+whole            each response behind a prompt of its own, detached: nothing of the call could be shared
 train            the same with autograd, the loss of the group, backward into gradients and boundary leaves
 prefix_backward  the boundary's gradient through language prefix, projector and vision tower
 """
@@ -164,7 +165,7 @@ class TrainEngine:
         match step.task:
             case "prefix":
                 self._work.prefix(step, inputs)
-            case "suffix":
+            case "suffix" | "whole":
                 self._work.suffix(step, inputs)
             case "train":
                 self._work.train(step, inputs)
