@@ -16,7 +16,7 @@ from megatron_tiny import megatron_plan
 from runtime_threads import TRAIN, InThreads
 from runtime_tiny import luck, tiny_plan
 
-from benchmarks.ablations import MECHANISMS, NAMES, Death, death, executed, may_die, small_job
+from benchmarks.ablations import MECHANISMS, NAMES, OF_MEGATRON, TRAINERS, Death, death, executed, may_die, small_job
 from examples.grpo import grpo
 from rollplex.ir.errors import OutOfMemory
 from rollplex.ir.plan import Plan
@@ -149,6 +149,13 @@ def test_executed_all_the_same_it_dies_there_by_the_budget_of_the_arena(name: st
         assert may_die(plan) == {"train"}
     if died.window == "P3 update":
         assert died.nbytes == plan.infeasible.shortfall_bytes  # the last object that comes in is the one that is over
+
+
+@pytest.mark.parametrize("name", OF_MEGATRON)
+def test_where_megatron_trains_it_ends_as_the_compiler_says_too(name: str, tmp_path: Path) -> None:
+    plan = compile_plan(grpo, small_job(folder(), name, TRAINERS["megatron"][0], "megatron"))
+    died = executed(plan, tmp_path / "run")
+    assert (plan.infeasible and plan.infeasible.window) == (died and died.window) == FIRST_OVER.get(name)
 
 
 def test_the_full_schedule_runs_on_the_same_device() -> None:
