@@ -68,6 +68,14 @@ def plan_of(name: str, **changes: Any) -> Plan:
     return _compiled(name, job_of(name, **changes).model_dump_json())
 
 
+def tight_plan_of(name: str, **changes: Any) -> Plan:
+    """The plan for the smallest device that the job fits on."""
+    kib = 1500
+    while (found := plan_of(name, cluster={"capacity_gib": f"{kib} KiB"}, **changes).infeasible) is not None:
+        kib += max(-(-found.shortfall_bytes // 1024), 16)
+    return plan_of(name, cluster={"capacity_gib": f"{kib} KiB"}, **changes)
+
+
 def environment(tokens: list[int], turn: int, index: int) -> str:
     """What is seen after a response: of another length for almost every one."""
     return "s" * (sum(tokens) % 5) + f"{turn}{index}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm_runs import ROLES, Watched, plan_of
+from algorithm_runs import ROLES, Watched, plan_of, tight_plan_of
 from runtime_tiny import luck
+
+from rollplex.ir.plan import Plan
 
 torch.set_num_threads(1)
 STEPS = 3
@@ -13,10 +15,27 @@ STEPS = 3
 
 @pytest.mark.parametrize("name", ROLES)
 def test_three_steps_are_those_of_the_textbook(name: str) -> None:
-    watched = Watched(plan_of(name))
+    compare(name, plan_of(name), STEPS)
+
+
+@pytest.mark.parametrize("name", ["ppo", "embodied"])
+def test_under_tight_memory_two_steps_are_those_of_the_textbook(name: str) -> None:
+    """Several trained roles, and turns: state and frozen weights on the host, chunks through workspaces."""
+    plan = tight_plan_of(name)
+    places = {o.name: set(o.residency.values()) for o in plan.summary.objects}
+    trained = {"ppo": ("actor", "critic"), "embodied": ("actor",)}[name]
+    assert all("host" in places[f"{role}.{what}"] for role in trained for what in ("prefix_saved", "master", "moments"))
+    assert all("hbm" in places[o] and "host" in places[o] for o in ("reference.weights", "reference.vision"))
+    assert all(plan.summary.chunks.of(role).count > 1 for role in trained)
+    compare(name, plan, 2)
+
+
+def compare(name: str, plan: Plan, steps: int) -> None:
+    """A run's samples, losses, norms and weights with the textbook's, step by step, and its bytes with the plan."""
+    watched = Watched(plan)
     book = watched.textbook(name)
     lengths = set[int]()
-    for k in range(STEPS):
+    for k in range(steps):
         watched.step(k)
         seen = book.step(watched.prompts, watched.rollouts, watched.histories, luck)
         for turn, rollout in enumerate(watched.rollouts):
