@@ -300,12 +300,20 @@ def _run(plan: Plan, functions: dict, out_dir: Path, resume: bool) -> None:
     from rollplex.runtime.printing import print_report
     from rollplex.watch import RunWatch
 
-    with RunWatch(plan, terminal.err()) as watch:
-        result = api.run(plan, hosts=functions, out_dir=out_dir, progress=watch, resume=resume)
-    print_report(result.report, terminal.out())
-    terminal.out().print(f"\nresults    {out_dir}/  reward.png  report.json  trace.json  metrics.jsonl  final/")
-    if result.report.ended != "complete":
-        raise KeyboardInterrupt
+    if resume and not out_dir.exists():
+        terminal.err().print(f"no run began in {out_dir}: this one begins with step 1")
+    watch = RunWatch(plan, terminal.err())
+    try:
+        with watch:
+            result = api.run(plan, hosts=functions, out_dir=out_dir, progress=watch, resume=resume)
+        print_report(result.report, terminal.out())
+        terminal.out().print(f"\nresults    {out_dir}/  reward.png  report.json  trace.json  metrics.jsonl  final/")
+        if result.report.ended != "complete":
+            raise KeyboardInterrupt
+    except (RollplexError, KeyboardInterrupt):
+        if watch.saved:
+            terminal.err().print(f"saved      after step {watch.saved}; the same with --out {out_dir} --resume goes on")
+        raise
 
 
 def _free_directory(program: str) -> Path:

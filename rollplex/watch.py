@@ -9,18 +9,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rollplex.ir.errors import Problem
 from rollplex.ir.plan import Plan
-from rollplex.runtime.events import EnginesReady, IterationDone, Resumed, RunEvent, Started, StepEntered, Stopping
+from rollplex.runtime.events import (
+    CheckpointWritten,
+    EnginesReady,
+    IterationDone,
+    Resumed,
+    RunEvent,
+    Started,
+    StepEntered,
+    Stopping,
+)
 from rollplex.runtime.metrics import watched
 
 LINES = 10  # lines of a whole run in a log
 
 
 class RunWatch:
-    """Call it with what a run tells; use it as a context."""
+    """Call it with what a run tells; use it as a context. `saved` is the step behind which the run can go on."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self.steps, self.console = int(plan.job["run"]["steps"]), console
         self.reward = watched(plan)
+        self.saved: int | None = None
         self._column = max(len(w.name) for w in plan.summary.windows)
         self._bar: Progress | None = None
         self._task = None
@@ -59,6 +69,8 @@ class RunWatch:
                 self._update(description=step.window)
             case IterationDone(iteration, steps, metrics):
                 self._done(iteration + 1, steps, dict(metrics))
+            case CheckpointWritten(step):
+                self.saved = step
             case Stopping():
                 self._say("interrupted: the run ends after this step; press Ctrl-C again to end it at once")
             case _:
@@ -67,6 +79,7 @@ class RunWatch:
     def _resumed(self, step: int, skipped: tuple[Problem, ...]) -> None:
         for problem in skipped:
             self._say(f"skipped {problem}")
+        self.saved = step
         self._say(f"going on after step {step} of {self.steps}")
         self._update(completed=step)
 

@@ -15,6 +15,7 @@ import pytest
 
 from rollplex import api, cli, doctor
 from rollplex.doctor import Finding
+from rollplex.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 GRPO, VIDEO = str(ROOT / "examples/grpo.py"), str(ROOT / "examples/grpo_video.py")
@@ -450,6 +451,33 @@ def test_a_plan_runs_with_a_bound_host_function(small: list[str], rollplex: Roll
     result = rollplex("run", plan, "--out", str(tmp_path / "run"), "--host", reward, "--steps", "1")
     assert result.status == 0, result.err
     assert "1 of 1 steps" in result.out
+
+
+def test_a_run_that_ends_early_says_how_it_goes_on(
+    small: list[str], rollplex: Rollplex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where there is a checkpoint; where nothing began, --resume says that it begins."""
+    from rollplex.ir.errors import EngineError
+    from rollplex.runtime.events import CheckpointWritten, Progress
+
+    saved: list[int] = []
+
+    def dies(plan: Plan, progress: Progress, **_: object) -> None:
+        for step in saved:
+            progress(CheckpointWritten(step, 0.1))
+        raise EngineError("it died")
+
+    monkeypatch.setattr(api, "run", dies)
+    out = tmp_path / "none"
+    command = ("run", VIDEO, "--job", SHAPES, "--out", str(out), "--resume", *small)
+    assert rollplex(*command).err.splitlines()[-2:] == [
+        f"no run began in {out}: this one begins with step 1",
+        "error: it died",
+    ]
+    saved += [5, 10]
+    found = rollplex(*command)
+    assert found.status == 1
+    assert f"saved      after step 10; the same with --out {out} --resume goes on" in found.err
 
 
 def test_a_log_gets_a_line_now_and_then() -> None:
