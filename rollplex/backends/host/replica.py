@@ -87,7 +87,8 @@ class Replica:
 
     def whole(self, prompt: Prompt, response: Tensor, head: str, temperature: float, recompute: bool) -> Tensor:
         device = self.model.device
-        return whole_numbers(self.model, prompt.on(device), response.to(device), head, temperature, recompute)
+        found = whole_numbers(self.model, prompt.on(device), response.to(device), head, temperature, recompute)
+        return found.cpu()
 
     def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor, begins: Begins) -> None:
         prefix_backward(prefix, kv_grads, begins)
