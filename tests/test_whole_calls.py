@@ -27,6 +27,7 @@ from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.training.placement import config_of, views
 from rollplex.ir.errors import DataError, RollplexError, RunError
 from rollplex.ir.plan import Plan
+from rollplex.ir.spec import Part
 from rollplex.ir.steps import Run
 from rollplex.passes.pipeline import compile_plan
 from rollplex.runtime.preflight import check_hosts, check_plan
@@ -162,7 +163,7 @@ def terms(name: str, run: InThreads, step: int, models: Mapping[str, Whole], val
 def weights_now(run: InThreads, role: str) -> dict[str, Tensor]:
     train = run.train
     objects = train._replicas[role].objects
-    parts = {p: train.objects.current(o, train.dtype) for p, o in objects.items()}
+    parts: dict[Part, Tensor] = {p: train.objects.current(o, train.dtype) for p, o in objects.items()}
     return {n: w.clone() for n, w in views(parts, run.job, role).items()}
 
 

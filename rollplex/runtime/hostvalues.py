@@ -71,15 +71,16 @@ def as_rollout(
 ) -> Rollout:
     """Responses [prompt, group, token] of these texts; DataError for one that is longer than the budget."""
     prompts, group, most = shape
-    tokens, lengths = torch.zeros(len(texts), most, dtype=torch.int64), []
+    tokenizer: Any = maker.tokenizer
+    tokens, ends = torch.zeros(len(texts), most, dtype=torch.int64), []
     for i, (text, call) in enumerate(zip(texts, calls, strict=True)):
-        ids = [*maker.tokenizer.encode(text, add_special_tokens=False), int(maker.tokenizer.eos_token_id)]
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         if len(ids) > most:
             what = f"the response has {len(ids)} tokens, the plan allows {most}"
             hint = "raise workload.response_tokens, or let the host function say less"
             raise DataError(what, where=call.row, hint=hint)
         tokens[i, : len(ids)] = torch.tensor(ids)
-        lengths.append(len(ids))
+        ends.append(len(ids))
     nothing = torch.zeros(prompts, group, most, dtype=dtype)
-    lengths = torch.tensor(lengths, dtype=torch.int64).view(prompts, group)
+    lengths = torch.tensor(ends, dtype=torch.int64).view(prompts, group)
     return Rollout(tokens.view(prompts, group, most), lengths, nothing, taken, nothing.int())
