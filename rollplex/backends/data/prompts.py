@@ -33,13 +33,15 @@ class Prompt:
     grid_thw: Tensor | None = None
     seconds_per_grid: float = 1.0
 
-    def on(self, device: torch.device) -> Prompt:
-        """The same prompt where a model runs."""
+    def on(self, device: torch.device, dtype: torch.dtype) -> Prompt:
+        """The same prompt on the device where a model of this dtype runs; patches travel as the tower takes them."""
         if self.input_ids.device == device:
             return self
-        names = ("input_ids", "position_ids", "pixel_values", "grid_thw")
+        names = ("input_ids", "position_ids", "grid_thw")
         tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: x if x is None else x.to(device) for name, x in tensors.items()})
+        moved = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+        pixels = None if self.pixel_values is None else self.pixel_values.to(dtype).to(device)
+        return replace(self, **moved, pixel_values=pixels)
 
     @property
     def prefix_tokens(self) -> int:

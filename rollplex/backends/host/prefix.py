@@ -81,7 +81,7 @@ def _forward(model: HostModel, prompt: Prompt, capture: Capture, recompute: bool
 
 def _run_layers(model: HostModel, prompt: Prompt, capture: Capture) -> None:
     """Language layers over the prefix; of the last layer only keys and values are needed, so the rest is not run."""
-    language = model.model.language_model
+    language, prompt = model.model.language_model, prompt.on(model.device, model.dtype)
     if capture.start:
         hidden = language.embed_tokens(prompt.input_ids[None, capture.start : prompt.prefix_tokens])
     else:

@@ -69,7 +69,7 @@ class Replica:
     def prefix(
         self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None, before: Sequence[Tensor]
     ) -> PrefixResult:
-        return run_prefix(self.model, prompt.on(slot.device), slot, attached=attached, saved=saved, before=before)
+        return run_prefix(self.model, prompt, slot, attached=attached, saved=saved, before=before)
 
     def logprobs(
         self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], temperature: float, recompute: bool

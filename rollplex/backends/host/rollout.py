@@ -178,10 +178,10 @@ def _go_on(model: HostModel, cache: Cache, made: Rows, prompts: Sequence[Prompt]
     language = model.model.language_model
     for row in made.lengths.nonzero()[:, 0].tolist():
         prompt, count = prompts[int(cache.prompt_of[row])], int(made.lengths[row])
-        prompt = prompt.on(cache.own.device)
+        prompt = prompt.on(cache.own.device, cache.own.dtype)
         inputs = torch.cat([prompt.input_ids[-1:], made.tokens[row, : count - 1].to(cache.own.device)])[None]
         hidden = language.embed_tokens(inputs)
-        rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, count))
+        rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, count).to(hidden.device))
         prefill = _Prefill(cache, row, count)
         for layer in language.layers:
             hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=prefill)
@@ -200,7 +200,7 @@ def prefill(
 ) -> None:
     """Run the prefix of every prompt, once for all its responses."""
     for slot, prompt in zip(cache.prefixes, prompts, strict=True):
-        run_prefix(model, prompt.on(slot.device), slot, attached=False)
+        run_prefix(model, prompt, slot, attached=False)
         on_step(0, len(cache.live))
 
 

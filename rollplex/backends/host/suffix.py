@@ -95,7 +95,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
 def suffix_positions(prompt: Prompt, start: int, count: int) -> Tensor:
     """mrope positions [3, 1, count] of suffix tokens start .. start + count - 1; token 0 is the last prompt token."""
     first = prompt.next_position - 1 + start
-    return torch.arange(first, first + count, device=prompt.input_ids.device).expand(3, 1, count)
+    return torch.arange(first, first + count).expand(3, 1, count)
 
 
 def _pad(responses: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -108,11 +108,10 @@ def _pad(responses: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Ten
 
 def _forward(model: HostModel, pieces: Sequence[Tensor], prompt: Prompt, tokens: Tensor, recompute: bool) -> Tensor:
     """Hidden states [n, 1 + T, hidden] of the last prompt token and the response tokens [n, T] behind it."""
+    last = prompt.input_ids[-1:].to(tokens.device)
     set_recompute(model, recompute)
     try:
-        return _run_layers(
-            model, pieces, prompt, torch.cat([prompt.input_ids[-1:].expand(len(tokens), 1), tokens], dim=1)
-        )
+        return _run_layers(model, pieces, prompt, torch.cat([last.expand(len(tokens), 1), tokens], dim=1))
     finally:
         set_recompute(model, False)
 
@@ -120,7 +119,7 @@ def _forward(model: HostModel, pieces: Sequence[Tensor], prompt: Prompt, tokens:
 def _run_layers(model: HostModel, pieces: Sequence[Tensor], prompt: Prompt, inputs: Tensor) -> Tensor:
     language = model.model.language_model
     hidden = language.embed_tokens(inputs)
-    rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, inputs.shape[1]))
+    rotary = language.rotary_emb(hidden, suffix_positions(prompt, 0, inputs.shape[1]).to(hidden.device))
     prefix = _ReadPrefix(pieces)
     for layer in language.layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, io=prefix)

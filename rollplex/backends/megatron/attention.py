@@ -31,7 +31,8 @@ class SharedPrefixAttention(nn.Module):
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: LayerIO | None, **_: Any) -> Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        # A copy: what is saved of a view is all of the fused projection, queries and keys included.
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value.contiguous()))
         if attention_mask is None:
             out = causal(q, k, v, self.scale)
         else:

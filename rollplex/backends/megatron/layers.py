@@ -17,6 +17,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rollplex.backends.megatron.swiglu import SwiGLU
+
 _Layer: Any = TransformerLayerSubmodules  # Megatron's annotations are narrower than what it takes
 _Heads: Any = SelfAttentionSubmodules
 
@@ -35,7 +37,7 @@ def layer_spec(
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(fc1, SwiGLU, fc2)),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -47,6 +47,11 @@ class MegatronQwen(nn.Module):
         self.vision = Tower(parsed, dtype)
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return self.language.embedding.word_embeddings.weight.device
+
+    @property
     def layers(self) -> list[Any]:
         """The language layers."""
         return list(self.language.decoder.layers)

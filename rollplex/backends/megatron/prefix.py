@@ -41,7 +41,7 @@ def run_prefix(
 
 def _forward(model: MegatronQwen, prompt: Prompt, capture: Capture, recompute: bool) -> None:
     """Language layers over the prefix; of the last layer only keys and values are needed, so its rest is not run."""
-    tokens = prompt.prefix_tokens
+    tokens, prompt = prompt.prefix_tokens, prompt.on(model.device, model.dtype)
     hidden = model.scattered(model.embed_prompt(prompt, tokens, recompute))
     rotary, io = model.angles(prompt.position_ids[:, :tokens]), model.attending(capture, tokens)
     *layers, last = model.layers

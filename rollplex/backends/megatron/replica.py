@@ -73,7 +73,7 @@ class Replica:
         self, prompt: Prompt, slot: Tensor, attached: bool, saved: SavedPolicy | None, before: Sequence[Tensor]
     ) -> PrefixResult:
         assert not before, "a plan in which Megatron runs several turns is refused"
-        return self._rank.prefix(prompt.on(slot.device), slot, attached=attached, saved=saved)
+        return self._rank.prefix(prompt, slot, attached=attached, saved=saved)
 
     def logprobs(
         self, prefix: PrefixResult, kv: Tensor, responses: Sequence[Tensor], temperature: float, recompute: bool

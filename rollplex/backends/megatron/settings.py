@@ -56,6 +56,7 @@ def language_settings(parsed: Any, dtype: torch.dtype, tp: int, sequence_paralle
         sequence_parallel=sequence_parallel,
         gated_linear_unit=True,
         activation_func=silu,
+        use_te_activation_func=True,  # swiglu.py: both halves at once
         **_common(dtype),
     )
 
@@ -72,6 +73,7 @@ def vision_settings(parsed: Any, dtype: torch.dtype) -> TransformerConfig:
         add_bias_linear=True,
         gated_linear_unit=True,
         activation_func=silu,
+        use_te_activation_func=True,  # swiglu.py: both halves at once
         **_common(dtype),
     )
 

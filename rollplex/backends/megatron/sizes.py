@@ -5,14 +5,14 @@ Saved of an attached prefix
 per token of a language layer on one of t ranks (bytes are elements x itemsize; `wide` = at least float32)
     norms        2 x (input, normalised [hidden, wide], scaled)                        2 wide + 2 hidden wide + 4 hidden
                  cut by sequence parallelism, of 1 / t of the tokens, as is what recomputation keeps
-    attention    the fused projection that holds the value; rotated query and key; output; log-sum-exp
+    attention    rotated query and key, value, output; log-sum-exp
                  cosine and sine, made again for query and for key                     4 head_dim
-    mlp          gate and up, silu(gate), up + 0, product                              5 ffn / t
-per patch of a tower block, whole on every rank: the same, with the biases' linears; two indices say its window
+    mlp          gate and up, product                                                  3 ffn / t
+per patch of a tower block, whole on every rank: the same, with biases; two indices say its window
 
-Unlike a GPU's fused kernels, Megatron's torch parts add an offset of zero to `up`, which autograd keeps, and rotate by
-angles that each layer turns into cosines anew. Workspaces are those of the host engine with five tensors as wide as the
-MLP for its four; a share of them would do for each of several ranks. All figures are upper bounds for one prompt.
+Unlike a GPU's fused kernels, Megatron's torch parts rotate by angles that each layer turns into cosines anew.
+Workspaces are those of the host engine with five tensors as wide as the MLP for its four; a share of them would do for
+each of several ranks. All figures are upper bounds for one prompt.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _inside(work: Work) -> int:
     """Saved for the backward by attention and MLP of one language layer, for one token."""
     s, e = work.spec, work.itemsize
     q, kv = s.heads * s.head_dim // work.tp, s.kv_heads_per_rank(work.tp) * s.head_dim
-    attention = 3 * q + 3 * kv + s.heads // work.tp + 4 * s.head_dim
-    return (attention + 5 * s.ffn // work.tp) * e
+    attention = 2 * q + 2 * kv + s.heads // work.tp + 4 * s.head_dim
+    return (attention + 3 * s.ffn // work.tp) * e
 
 
 def _norm(width: int, itemsize: int) -> int:
@@ -84,8 +84,8 @@ def _patch(work: Work, v: VisionSpec) -> int:
     """Saved by the tower and its projector, for one patch."""
     e, wide = work.itemsize, max(work.itemsize, 4)
     head_dim = v.hidden // v.heads
-    attention = 6 * v.hidden + v.heads + 4 * head_dim
-    block = 2 * _norm(v.hidden, e) + (attention + 5 * v.ffn) * e + 2 * 8
+    attention = 4 * v.hidden + v.heads + 4 * head_dim
+    block = 2 * _norm(v.hidden, e) + (attention + 3 * v.ffn) * e + 2 * 8
     pixels = 0 if e == 4 else v.channels * v.temporal_patch * v.patch**2 * e  # another dtype makes a copy of them
     projector = _norm(v.hidden, e) + 4 * v.hidden * e + 2 * 8
     return v.depth * (v.hidden * e if work.recompute else block) + pixels + 2 * head_dim * wide + projector

@@ -39,7 +39,7 @@ def suffix_logprobs(
     """
     assert all(len(r) for r in responses), "every response has at least one token"
     lengths = [len(r) for r in responses]
-    last = prompt.input_ids[-1:]
+    last = prompt.input_ids[-1:].to(kv.device)
     inputs = torch.cat([torch.cat([last, r[:-1]]) for r in responses])
     start = prompt.next_position - 1
     positions = torch.cat([torch.arange(start, start + n, device=kv.device) for n in lengths]).expand(3, -1)

@@ -43,7 +43,7 @@ class WindowAttention(nn.Module):
         self.scale = config.kv_channels**-0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value.contiguous()))  # as in SharedPrefixAttention
         out, _weights = window_attention(None, q, k, v, None, self.scale, cu_seq_lens_q=attention_mask)
         return out.transpose(0, 1).flatten(2)
 

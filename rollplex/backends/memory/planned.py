@@ -140,6 +140,15 @@ class PlannedObjects:
             if o.start == "hbm":
                 self.map(o.name, "start")
 
+    @contextmanager
+    def lent(self, name: str) -> Iterator[None]:
+        """Pages of an own object while the block runs, before the first iteration."""
+        self.map(name, "start")
+        try:
+            yield
+        finally:
+            self.unmap(name, "start")
+
     def export(self) -> dict[str, list[int]]:
         """Descriptors of the pages that other processes read."""
         return {o.name: self._arenas[o.name].export() for o in self.owned.values() if o.readers}

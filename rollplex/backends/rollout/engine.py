@@ -86,7 +86,9 @@ class RolloutEngine:
 
     def ready(self) -> dict[str, Any]:
         self._copies.begin()
-        self.sampler.ready()
+        with self._objects.lent(KV) if not self.job.on_host else nullcontext():  # graphs are captured over it
+            self.sampler.ready()
+        self._objects.device.trim()
         return {"inodes": self._objects.inodes()}
 
     def trained(self) -> dict[str, TrainedState]:

@@ -1,14 +1,18 @@
 """vLLM's keys and values in the plan's memory: one buffer that all layers have views of, mapped while the plan says so.
 
-vLLM allocates its buffer when it starts, untouched; its layers are then given the same views of `rollout.kv`. Between
-rollouts the pages are not there: vLLM only counts blocks then, and starts from none of them.
+CPU    vLLM allocates its buffer when it starts, untouched; its layers are then given the same views of `rollout.kv`
+GPU    its buffers are parts of `rollout.kv` from the start: captured graphs have their addresses
+
+Between rollouts the pages are not there: vLLM only counts blocks then, and starts from none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollplex.ir.errors import OutOfMemory
@@ -29,13 +33,42 @@ def place(runner: Any, memory: Tensor) -> None:
             starts[storage.data_ptr()] = at
             at += storage.nbytes()
     if at > memory.numel():
-        what = f"vLLM's blocks take {pretty(at)}, the plan has {pretty(memory.numel())} for keys and values"
-        raise OutOfMemory(what, where="rollout.kv", hint="raise roles.actor.rollout.kv_cache_gib")
+        raise _short(at, memory)
     base = memory.untyped_storage()
     for cache in caches:
         own = starts[cache.untyped_storage().data_ptr()] + int(memory.storage_offset())
         offset = own // cache.element_size() + int(cache.storage_offset())
         cache.set_(base, offset, cache.shape, cache.stride())
+
+
+@contextmanager
+def lent(memory: Tensor) -> Iterator[None]:
+    """Within the block vLLM's runner takes its buffers from mapped `memory` (uint8); OutOfMemory with the shortfall."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner._allocate_kv_cache_tensors
+
+    def parts(self: Any, config: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        at = 0
+        for one in config.kv_cache_tensors:
+            if at + one.size > memory.numel():
+                raise _short(at + one.size, memory)
+            found |= dict.fromkeys(one.shared_by, memory[at : at + one.size].view(torch.int8))
+            at += one.size
+        memory.zero_()
+        return found
+
+    GPUModelRunner._allocate_kv_cache_tensors = parts
+    try:
+        yield
+    finally:
+        GPUModelRunner._allocate_kv_cache_tensors = original
+
+
+def _short(need: int, memory: Tensor) -> OutOfMemory:
+    what = f"vLLM's blocks take {pretty(need)}, the plan has {pretty(memory.numel())} for keys and values"
+    return OutOfMemory(what, where="rollout.kv", hint="raise roles.actor.rollout.kv_cache_gib")
 
 
 def _caches(runner: Any) -> Iterable[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,16 @@ from rollplex.backends.rollout.sampler import Served
 from rollplex.backends.training.placement import config_of
 from rollplex.backends.vllm import kv, loader, model
 from rollplex.backends.vllm.decoding import Asked, VllmDecoding
-from rollplex.backends.vllm.settings import over_gloo, undisturbed
+from rollplex.backends.vllm.settings import over_gloo, some_kernels_vary, undisturbed
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
 from rollplex.ir.serving import kv_block_tokens, model_length
+
+LEAST_SHARE = 0.01
+"""Of the GPU, which must be free when vLLM starts; what it may take is said by the plan's KV, not by a share."""
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""Decode steps are captured, nothing is compiled: a new plan starts without minutes of compilation."""
 
 
 class VllmSampler:
@@ -48,11 +53,16 @@ class VllmSampler:
         job, facts = self._job, load_facts("vllm")
         rows = {kind: facts.rows(job.spec, kind, job.rollout_tp, self._seat.tp) for kind in ("qkv", "gate_up")}
         vocab = job.spec.padded_vocab(job.train_tp)
-        with undisturbed(), over_gloo() if job.on_host else nullcontext(), loader.serving(self._served, rows, vocab):
+        memory = self._served.kv
+        machine = (undisturbed(), over_gloo()) if job.on_host else (kv.lent(memory), some_kernels_vary())
+        with ExitStack() as stack:
+            for each in (*machine, loader.serving(self._served, rows, vocab)):
+                stack.enter_context(each)
             model.register()
             self._meet()
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments()))
-        kv.place(self.runner, self._served.kv)
+        if job.on_host:
+            kv.place(self.runner, memory)
 
     def begin(self, seeds: Sequence[int]) -> None:
         """Prefixes and encoded images of the old weights go."""
@@ -93,12 +103,16 @@ class VllmSampler:
         if not dist.is_initialized():
             dist.init_process_group("gloo", init_method=place, rank=self._seat.tp, world_size=tp, timeout=limit)
         assert dist.get_world_size() == tp, f"this process is in a group of {dist.get_world_size()}, not {tp}"
-        os.environ.update(RANK=str(self._seat.tp), LOCAL_RANK=str(self._seat.tp), WORLD_SIZE=str(tp))
+        local = self._served.kv.device.index or 0  # vLLM's number of its GPU
+        where = self._seat.tp if self._job.on_host else local
+        os.environ.update(RANK=str(self._seat.tp), LOCAL_RANK=str(where), WORLD_SIZE=str(tp))
 
     def _arguments(self) -> dict[str, Any]:
         job, rollout = self._job, self._job.roles[self._job.policy].rollout
         assert rollout is not None
+        captured = {} if job.on_host else {"gpu_memory_utilization": LEAST_SHARE, "compilation_config": GRAPHS}
         return {
+            **captured,
             "model": str(self._directory()),
             "skip_tokenizer_init": True,
             "load_format": loader.FORMAT,

@@ -45,6 +45,13 @@ def over_gloo() -> Iterator[None]:
 
 
 @contextmanager
+def some_kernels_vary() -> Iterator[None]:
+    """From here on kernels of which there is no deterministic form run and warn: vLLM's are not all of that kind."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """Within the block vLLM may set up its process; afterwards threads, accelerator and environment are ours again.
 
