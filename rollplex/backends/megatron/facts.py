@@ -77,9 +77,15 @@ class MegatronFacts:
         return tokens * layers + tower
 
     def _last(self, work: Work) -> int:
-        """The last layer's keys and values, which no checkpoint covers, and the angles that all layers share."""
-        attention = a.attention_bytes(work, work.context) if work.recompute else 0
-        return attention + 4 * work.spec.head_dim
+        """Beside what a checkpoint keeps of it: of the last layer only keys and values are made, outside of one.
+
+        Its norm's input and output, what its projection reads, cosines and sines; and the angles that all layers share.
+        """
+        s, angles = work.spec, 4 * work.spec.head_dim
+        if not work.recompute:
+            return angles
+        heads = s.heads * s.head_dim // work.tp + 4 * s.head_dim
+        return 2 * a.layer_input_bytes(work) + heads * work.itemsize + 8 + angles
 
     def prefix_workspace_bytes(self, work: Work, attached: bool) -> int:
         """One layer's forward, or the tower's; an attached prefix also stages two layer inputs for the link."""

@@ -134,6 +134,8 @@ class GroupWork:
         group.said[step.node], group.units[step.node] = found if once else found.requires_grad_(), units
         if step.outputs:
             self.scores.score(step.node, step.microbatch, found.detach())
+        if step.role == self.job.policy:
+            self.scores.compare(step.node, found, inputs, step.microbatch)
         if any(node not in group.said for node in loss.forward):
             return
         loss.backward({node: group.said[node] for node in loss.forward}, step.microbatch, inputs)

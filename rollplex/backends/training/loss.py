@@ -46,10 +46,12 @@ class Scores:
         self.heads = {n: WHOLE.get(r.op) or r.kwargs.get("head", "logprobs") for n, r in calls.items()}
         self.roles = {name: str(record.args[0]) for name, record in calls.items()}
         self._found: dict[str, dict[int, Tensor]] = {}
+        self._gap = (0.0, 0)
 
     def begin(self) -> None:
         """A new step."""
         self._found.clear()
+        self._gap = (0.0, 0)
 
     def score(self, node: str, group: int, found: Tensor) -> None:
         """Keep what a model says of one group."""
@@ -60,8 +62,21 @@ class Scores:
         return torch.cat([found for _, found in sorted(self._found[node].items())])
 
     def means(self) -> dict[str, float]:
-        """The mean score of every reward model on this rank, by its role."""
-        return {self.roles[n]: float(self.scored(n).mean()) for n in self._found if self.heads[n] == "score"}
+        """The mean score of every reward model on this rank, by its role, and how far both engines are apart.
+
+        `logprob_gap` is the mean |log p trained - log p sampled| of the sampled tokens, in nats: rounding alone where
+        the engines agree on the model, more where an update is not on-policy.
+        """
+        found = {self.roles[n]: float(self.scored(n).mean()) for n in self._found if self.heads[n] == "score"}
+        total, tokens = self._gap
+        return found | ({"logprob_gap": total / tokens} if tokens else {})
+
+    def compare(self, node: str, said: Tensor, inputs: Mapping[str, Any], group: int) -> None:
+        """Note what the policy says [1, n, T] of a group's tokens beside what they were sampled with."""
+        rollout = self.row(self.read[node], inputs, group)
+        total, tokens = self._gap
+        gaps = (said.detach() - rollout.logprobs).abs()[rollout.mask]
+        self._gap = (total + float(gaps.sum()), tokens + gaps.numel())
 
     def row(self, name: str, inputs: Mapping[str, Any], group: int) -> Any:
         """The rows [1, ..] of one of the rank's groups, of what its own models say or of a value, whole or in parts."""
