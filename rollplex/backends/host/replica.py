@@ -87,7 +87,9 @@ class Replica:
 
     def whole(self, prompt: Prompt, response: Tensor, head: str, temperature: float, recompute: bool) -> Tensor:
         device = self.model.device
-        found = whole_numbers(self.model, prompt.on(device), response.to(device), head, temperature, recompute)
+        found = whole_numbers(
+            self.model, prompt.on(device, self.dtype), response.to(device), head, temperature, recompute
+        )
         return found.cpu()
 
     def prefix_backward(self, prefix: PrefixResult, kv_grads: Tensor, begins: Begins) -> None:
