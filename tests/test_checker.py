@@ -99,6 +99,8 @@ def independent(a: Step, b: Step) -> bool:
     if isinstance(a, Barrier | Wait | Signal) or isinstance(b, Barrier | Wait | Signal) or a.window != b.window:
         return False
     if isinstance(a, Run) and isinstance(b, Run):
+        if a.offloads or b.offloads:  # the pages that leave beside a backward are those that the others write
+            return False
         return "grad_norm" not in (a.task, b.task) and a.microbatch != b.microbatch
     return not named(a) & named(b) and "publish" not in (a.kind, b.kind)
 

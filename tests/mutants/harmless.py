@@ -26,6 +26,7 @@ not_executable\.\*""",
     "predicted seconds": r"""summary\.layout\.(exchange_s|between_nodes_bytes)
 summary\.layout\.classes\.\*\.(decode_s|rebuild_s)
 summary\.layout\.alternatives\.\*\.seconds
+summary\.times\.hidden_offload_s
 summary\.tail\.(ends_at_tokens|snapshots)""",
     "most that a GPU sends: the engines' row orders say": r"""summary\.layout\.classes\.\*\.sends_bytes""",
     "figures of other compilations": r"""summary\.runners_up(\.\*(\.(peak_bytes|step_s))?)?
@@ -204,6 +205,8 @@ def _object(o: dict[str, Any], edit: Edit) -> str:
     workspace = o["class"] == "phase-local" and not o["attached"] and not o["name"].endswith(".gradients")
     if field == "role" and (workspace or o["role"] == ""):
         return "role of a workspace"
+    if field == "role" and o["name"].endswith(".vision"):
+        return "role of a frozen tower, which several read"
     if field == "recomputable" and "dropped" not in o["residency"].values():
         return "kept: it is never made again" if o["recomputable"] else ""
     if field == "consumed.*":

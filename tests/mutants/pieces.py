@@ -99,6 +99,8 @@ def piece_without_its_reduction(plan: Plan) -> Iterator[Plan]:
 def gradients_reduced_again(plan: Plan) -> Iterator[Plan]:
     """Before their pieces leave, each of which is reduced."""
     for process, i, step in leaving(plan):
+        if not step.offloads[0].reduce:
+            continue
         name = step.offloads[0].object
         nbytes = next(o.bytes for o in plan.summary.objects if o.name == name)
         whole = Exchange(window=step.window, group="dp", op="all_reduce", object=name, nbytes=nbytes)
