@@ -6,10 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from rollplex.runtime import run
 from rollplex.runtime.nursery import kept
 from rollplex.runtime.report import Report, write_report
+
+# A loaded machine is no counterexample: how long an example takes is not what these tests are about.
+settings.register_profile("rollplex", deadline=None)
+settings.load_profile("rollplex")
 
 
 @pytest.fixture(scope="session", autouse=True)
