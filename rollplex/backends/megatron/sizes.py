@@ -25,7 +25,8 @@ from rollplex.ir.work import Work
 
 def prefix_saved_bytes(work: Work) -> int:
     """Saved state of one attached prefix; with recompute only what checkpoints keep."""
-    s, tokens, stretch = work.spec, work.prompt_tokens, _stretch(work)
+    s, stretch = work.spec, _stretch(work)
+    tokens = max(work.prompt_tokens, stretch * work.tp if work.sequence_parallel else 0)  # stretches are padded
     kept = tokens * _inside(work) + stretch * 2 * _norm(s.hidden, work.itemsize)
     layer = stretch * s.hidden * work.itemsize if work.recompute else kept
     last = tokens * _last_layer(work) + stretch * _norm(s.hidden, work.itemsize)
