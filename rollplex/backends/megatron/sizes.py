@@ -65,7 +65,8 @@ def _inside(work: Work) -> int:
     """Saved for the backward by attention and MLP of one language layer, for one token."""
     s, e = work.spec, work.itemsize
     q, kv = s.heads * s.head_dim // work.tp, s.kv_heads_per_rank(work.tp) * s.head_dim
-    attention = 2 * q + 2 * kv + s.heads // work.tp + 4 * s.head_dim
+    cut = kv if work.sequence_parallel else 0  # what stands beside padding is saved with it
+    attention = 2 * q + 2 * kv + cut + s.heads // work.tp + 4 * s.head_dim
     return (attention + 3 * s.ffn // work.tp) * e
 
 
