@@ -5,7 +5,7 @@ Saved of an attached prefix
 per token of a language layer on one of t ranks (bytes are elements x itemsize; `wide` = at least float32)
     norms        2 x (input, normalised [hidden, wide], scaled)                        2 wide + 2 hidden wide + 4 hidden
                  cut by sequence parallelism, of 1 / t of the tokens, as is what recomputation keeps
-    attention    rotated query and key, value, output; log-sum-exp
+    attention    rotated query and key, value, output; log-sum-exp; under sequence parallelism the padded output too
                  cosine and sine, made again for query and for key                     4 head_dim
     mlp          gate and up, product                                                  3 ffn / t
 per patch of a tower block, whole on every rank: the same, with biases; two indices say its window
@@ -26,7 +26,7 @@ from rollplex.ir.work import Work
 def prefix_saved_bytes(work: Work) -> int:
     """Saved state of one attached prefix; with recompute only what checkpoints keep."""
     s, stretch = work.spec, _stretch(work)
-    tokens = max(work.prompt_tokens, stretch * work.tp if work.sequence_parallel else 0)  # stretches are padded
+    tokens = stretch * work.tp if work.sequence_parallel else work.prompt_tokens  # with the padding of the stretches
     kept = tokens * _inside(work) + stretch * 2 * _norm(s.hidden, work.itemsize)
     layer = stretch * s.hidden * work.itemsize if work.recompute else kept
     last = tokens * _last_layer(work) + stretch * _norm(s.hidden, work.itemsize)
@@ -65,8 +65,8 @@ def _inside(work: Work) -> int:
     """Saved for the backward by attention and MLP of one language layer, for one token."""
     s, e = work.spec, work.itemsize
     q, kv = s.heads * s.head_dim // work.tp, s.kv_heads_per_rank(work.tp) * s.head_dim
-    cut = kv if work.sequence_parallel else 0  # what stands beside padding is saved with it
-    attention = 2 * q + 2 * kv + cut + s.heads // work.tp + 4 * s.head_dim
+    padded = q if work.sequence_parallel else 0  # the kernel keeps its output, the projection the padded one
+    attention = 2 * q + 2 * kv + padded + s.heads // work.tp + 4 * s.head_dim
     return (attention + 3 * s.ffn // work.tp) * e
 
 
