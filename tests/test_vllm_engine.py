@@ -166,7 +166,7 @@ def test_weights_are_published_and_never_loaded(watched: Watched) -> None:
     """vLLM's own ways of loading would write its order over the trainer's."""
     from rollplex.backends.vllm.loader import SharedPagesLoader
 
-    loader = SharedPagesLoader(watched.sampler.runner.load_config)
+    loader: Any = SharedPagesLoader(watched.sampler.runner.load_config)
     with pytest.raises(EngineError, match="weights of this engine are pages of the trainer"):
         loader.load_weights(watched.model, None)
 
@@ -188,3 +188,15 @@ def test_prefixes_of_old_weights_that_stay_are_refused(watched: Watched, monkeyp
     monkeypatch.setattr(watched.sampler._engine, "reset_prefix_cache", lambda: False)
     with pytest.raises(EngineError, match="vLLM keeps prefixes of the old weights"):
         watched.sampler.begin([1, 2])
+
+
+def test_buffers_of_another_version_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU vLLM's buffers must be the plan's pages before graphs are captured over them."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from rollplex.backends.vllm.kv import lent
+
+    monkeypatch.delattr(GPUModelRunner, "_allocate_kv_cache_tensors", raising=False)
+    refused = pytest.raises(EngineError, match=r"takes its buffers of keys and values in another way than 0\.20")
+    with refused, lent(torch.zeros(1024, dtype=torch.uint8)):
+        pass

@@ -26,7 +26,7 @@ def engine_input(prompt: Prompt, pads: Mapping[str, int], more: Sequence[int] = 
         return {"type": "token", "prompt_token_ids": ids}
     kind, grid = prompt.modality, prompt.grid_thw
     pixels, size = _FIELDS[kind]
-    data = {pixels: prompt.pixel_values, size: grid, POSITIONS: _positions(prompt, len(more))[None]}
+    data: Any = {pixels: prompt.pixel_values, size: grid, POSITIONS: _positions(prompt, len(more))[None]}
     fields = {
         pixels: MultiModalFieldConfig.flat_from_sizes(kind, grid.prod(-1)),
         size: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),

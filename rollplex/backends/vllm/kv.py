@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollplex.ir.errors import OutOfMemory
+from rollplex.ir.errors import EngineError, OutOfMemory
 from rollplex.ir.sizes import pretty
 
 
@@ -43,10 +43,17 @@ def place(runner: Any, memory: Tensor) -> None:
 
 @contextmanager
 def lent(memory: Tensor) -> Iterator[None]:
-    """Within the block vLLM's runner takes its buffers from mapped `memory` (uint8); OutOfMemory with the shortfall."""
+    """Within the block vLLM's runner takes its buffers from mapped `memory` (uint8); OutOfMemory with the shortfall.
+
+    EngineError where vLLM allocates them in another way, as later versions than 0.20 do.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    original = GPUModelRunner._allocate_kv_cache_tensors
+    runner: Any = GPUModelRunner
+    original = getattr(runner, "_allocate_kv_cache_tensors", None)
+    if original is None:
+        what = "this version of vLLM takes its buffers of keys and values in another way than 0.20"
+        raise EngineError(what, where="vllm", hint="pip install 'vllm>=0.20,<0.21'")
 
     def parts(self: Any, config: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -59,11 +66,11 @@ def lent(memory: Tensor) -> Iterator[None]:
         memory.zero_()
         return found
 
-    GPUModelRunner._allocate_kv_cache_tensors = parts
+    runner._allocate_kv_cache_tensors = parts
     try:
         yield
     finally:
-        GPUModelRunner._allocate_kv_cache_tensors = original
+        runner._allocate_kv_cache_tensors = original
 
 
 def _short(need: int, memory: Tensor) -> OutOfMemory:

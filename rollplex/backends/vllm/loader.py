@@ -75,7 +75,7 @@ class SharedPagesLoader(BaseModelLoader):
 @contextmanager
 def _weightless(vocab_rows: int) -> Iterator[None]:
     """Weights that layers create lie on the meta device, and the vocabulary has the plan's rows."""
-    methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods: tuple[Any, ...] = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     create, pad = [m.create_weights for m in methods], vocab_parallel_embedding.pad_vocab_size
     for method, original in zip(methods, create, strict=True):
         method.create_weights = _on_meta(original)
