@@ -19,7 +19,7 @@ from rollplex.backends.cuda.lanes import StreamLanes
 from rollplex.backends.cuda.pinned import register
 from rollplex.backends.cuda.vmm import CudaMemory
 from rollplex.backends.memory.memfd import HostMemory
-from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, Workspace, flat_layout
+from rollplex.runtime.optimizer import AdamConfig, ChunkedAdam, FlatState, Workspace, allocate_workspace, flat_layout
 from rollplex.runtime.stream import ChunkStream
 
 ROUNDS = 5
@@ -93,7 +93,7 @@ def main() -> None:
     print("| in flight | workspaces GiB | update s | GB/s to the GPU | GB/s back | share of the duplex link |")
     print("|---|---|---|---|---|---|")
     for in_flight in (1, 2, 3):
-        rooms = [Workspace(*(torch.empty(size, device="cuda") for _ in range(4))) for _ in range(in_flight)]
+        rooms = [allocate_workspace(size, torch.float32, "cuda") for _ in range(in_flight)]
         seconds = timed(lambda rooms=rooms: update(adam, chunks, rooms, 1))
         rates = [bytes_ * numel / 1e9 / seconds for bytes_ in (TO_GPU, BACK)]
         print(
