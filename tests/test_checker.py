@@ -101,6 +101,8 @@ def independent(a: Step, b: Step) -> bool:
     if isinstance(a, Run) and isinstance(b, Run):
         if a.offloads or b.offloads:  # the pages that leave beside a backward are those that the others write
             return False
+        if set(a.outputs) & set(b.inputs):  # a round samples what the mask of the one before leaves
+            return False
         return "grad_norm" not in (a.task, b.task) and a.microbatch != b.microbatch
     return not named(a) & named(b) and "publish" not in (a.kind, b.kind)
 
