@@ -25,6 +25,8 @@ from rollplex.ir.errors import RunError
 
 # At most torch's grain size (32768), so that one thread sums a block, whatever the number of threads.
 NORM_BLOCK = 16384
+# A GPU sums a block in an order that its length alone decides. Three launches each, so fewer and longer ones.
+GPU_NORM_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -86,32 +88,34 @@ def flat_layout(sizes: Iterable[tuple[str, int]], decay: Callable[[str], bool] =
     return tuple(slabs)
 
 
-def blocks(slabs: Iterable[Slab]) -> Iterator[range]:
-    """The elements whose squares are summed together: blocks start at slab starts."""
+def blocks(slabs: Iterable[Slab], device: torch.device) -> Iterator[range]:
+    """The elements whose squares are summed together on this device: blocks start at slab starts."""
+    most = NORM_BLOCK if device.type == "cpu" else GPU_NORM_BLOCK
     for slab in slabs:
-        for start in range(slab.offset, slab.stop, NORM_BLOCK):
-            yield range(start, min(start + NORM_BLOCK, slab.stop))
+        for start in range(slab.offset, slab.stop, most):
+            yield range(start, min(start + most, slab.stop))
 
 
-def square(grad: torch.Tensor, block: range) -> float:
-    """Sum of squares of a block of a flat gradient, in float64."""
-    return float(grad[block.start : block.stop].double().square().sum())
+def square(grad: torch.Tensor, block: range) -> torch.Tensor:
+    """Sum of squares of a block of a flat gradient: a float64 scalar where the gradient is, which nobody waits for."""
+    return grad[block.start : block.stop].double().square().sum()
 
 
-def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab], known: Mapping[range, float] | None = None) -> float:
+def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab], known: Mapping[range, torch.Tensor] | None = None) -> float:
     """Sum of squares of the slabs of a flat gradient; `known` are blocks that have been summed.
 
     `fsum` rounds once, so neither chunks nor the order of the slabs change a bit.
     """
     known = known or {}
-    return math.fsum(known[block] if block in known else square(grad, block) for block in blocks(slabs))
+    found = [known[b] if b in known else square(grad, b) for b in blocks(slabs, grad.device)]
+    return math.fsum(torch.stack(found).tolist()) if found else 0.0
 
 
 def global_norm(
     grad: torch.Tensor,
     slabs: Iterable[Slab],
     gather: Callable[[float], Iterable[float]] = lambda own: (own,),
-    known: Mapping[range, float] | None = None,
+    known: Mapping[range, torch.Tensor] | None = None,
 ) -> float:
     """The gradient's norm; `gather` gives the sums of squares of all ranks' parts (each parameter counted once)."""
     return math.sqrt(math.fsum(gather(sum_squares(grad, slabs, known))))

@@ -57,14 +57,14 @@ class StreamedUpdate:
         self.slabs, self._snapshot = _share(whole, trained)
         self.numel = len(trained.share)
         self._counted = [slab for slab in self.slabs if slab.name in trained.counted]
-        self._blocks = list(blocks(self._counted))
+        self._blocks = list(blocks(self._counted, trained.device.torch))
         self.steps = 0
         self.metrics: dict[str, float] = {}
         self.spans: tuple[LaneSpan, ...] = ()
         own = (step for step in program if isinstance(step, UpdateChunk) and step.role == trained.role)
         self._chunks = [self._clipped(step) for step in own]
         self.patience_s, self.tell = patience_s, tell
-        self._squares: dict[range, float] = {}
+        self._squares: dict[range, Tensor] = {}
         self._scale = 1.0
         self._stream: ChunkStream | None = None
         self._covered: list[tuple[int, int]] = []
