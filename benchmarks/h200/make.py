@@ -1,12 +1,18 @@
-"""A model and videos for a run on one H200: Qwen2.5-VL's architecture at 0.2 B parameters, 12 videos of 4,096 tokens.
+"""Models, videos and texts for runs on one H200: Qwen2.5-VL's architecture, weights drawn from run.seed.
 
-python benchmarks/h200/make.py       writes benchmarks/h200/{model,data}; weights are drawn from run.seed
+python -m benchmarks.h200.make       writes benchmarks/h200/{small,3b} and benchmarks/h200/data
+
+    small   0.2 B parameters                                clips    12 videos of 32 frames, 4,096 tokens each
+    3b      Qwen2.5-VL-3B's dimensions                      long     12 videos of 46 frames, 5,888 tokens each
+                                                            text     12 questions of 6,000 tokens (a byte each)
 """
 
 from __future__ import annotations
 
 import json
 import random
+import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,59 +20,102 @@ import av
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-SMALL = HERE.parent.parent / "examples" / "shapes" / "model" / "config.json"
-CLIPS, FRAMES, SIDE, SQUARE = 12, 32, 448, 60
+EXAMPLE = HERE.parent.parent / "examples" / "shapes" / "model" / "config.json"
+ROWS, SIDE, SQUARE, TEXT_TOKENS = 12, 448, 60, 6000
+FRAMES = {"clips": 32, "long": 46}
 QUESTION = "Which way does the square move?"
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "small": {
+        "text": {
+            "vocab_size": 32768,
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [8, 12, 12]},
+        },
+        "vision": {
+            "depth": 6,
+            "hidden_size": 640,
+            "intermediate_size": 1720,
+            "num_heads": 8,
+            "fullatt_block_indexes": [2, 5],
+        },
+    },
+    "3b": {
+        "text": {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+        },
+        "vision": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+    },
+}
 
 
 def main() -> None:
     """Everything anew."""
-    (HERE / "data" / "clips").mkdir(parents=True, exist_ok=True)
-    (HERE / "model").mkdir(exist_ok=True)
-    (HERE / "model" / "config.json").write_text(json.dumps(config(), indent=1) + "\n", encoding="utf-8")
-    drawing = random.Random(0)
-    rows = [clip(i, drawing.choice([-8, 8])) for i in range(CLIPS)]
-    (HERE / "data" / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    for size in SIZES:
+        (HERE / size).mkdir(exist_ok=True)
+        (HERE / size / "config.json").write_text(json.dumps(config(size), indent=1) + "\n", encoding="utf-8")
+    data = HERE / "data"
+    data.mkdir(exist_ok=True)
+    for kind, rows in {**{kind: videos(kind) for kind in FRAMES}, "text": texts()}.items():
+        (data / f"{kind}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
 
 
-def config() -> dict[str, Any]:
+def config(size: str) -> dict[str, Any]:
     """The example's config.json, made larger."""
-    made = json.loads(SMALL.read_text(encoding="utf-8"))
-    made |= {"dtype": "bfloat16", "tie_word_embeddings": False}
-    made["text_config"] |= {
-        "vocab_size": 32768,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 16384,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [8, 12, 12]},
-    }
-    made["vision_config"] |= {
-        "depth": 6,
-        "hidden_size": 640,
-        "intermediate_size": 1720,
-        "num_heads": 8,
-        "out_hidden_size": 1024,
-        "fullatt_block_indexes": [2, 5],
-    }
+    made = json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    made |= {"dtype": "bfloat16", "tie_word_embeddings": size == "3b"}
+    text, vision = SIZES[size]["text"], SIZES[size]["vision"]
+    made["text_config"] |= text | {"max_position_embeddings": 16384}
+    made["vision_config"] |= vision | {"out_hidden_size": text["hidden_size"]}
     return made
 
 
-def clip(number: int, step: int) -> dict[str, str]:
-    """A square that moves `step` pixels a frame; its row of the data set."""
-    name = f"clips/{number}.mp4"
-    with av.open(str(HERE / "data" / name), "w") as out:
+def texts() -> Iterator[dict[str, str]]:
+    """Letters, digits and blanks: the byte tokenizer makes a token of each."""
+    drawing = random.Random(1)
+    for _ in range(ROWS):
+        yield {
+            "question": "".join(drawing.choices(string.ascii_letters + string.digits + " ", k=TEXT_TOKENS)),
+            "answer": "left",
+        }
+
+
+def videos(kind: str) -> Iterator[dict[str, str]]:
+    """A square that moves a few pixels a frame, one way or the other."""
+    drawing = random.Random(0)
+    (HERE / "data" / kind).mkdir(exist_ok=True, parents=True)
+    for number in range(ROWS):
+        name, step = f"{kind}/{number}.mp4", drawing.choice([-8, 8])
+        write(HERE / "data" / name, number, step, FRAMES[kind])
+        yield {"video": name, "question": QUESTION, "answer": "left" if step < 0 else "right"}
+
+
+def write(path: Path, number: int, step: int, frames: int) -> None:
+    """One clip."""
+    with av.open(str(path), "w") as out:
         stream: Any = out.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
-        for frame in range(FRAMES):
+        for frame in range(frames):
             pixels = np.full((SIDE, SIDE, 3), 40 + 5 * number, np.uint8)
             left = (200 + step * frame) % (SIDE - SQUARE)
             pixels[180 : 180 + SQUARE, left : left + SQUARE] = (200, 60, 20)
             out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")))
         out.mux(stream.encode())
-    return {"video": name, "question": QUESTION, "answer": "left" if step < 0 else "right"}
 
 
 if __name__ == "__main__":
