@@ -52,7 +52,8 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         {"question": 3},
         {"video": "bad.mp4", "image": "a.png", "question": "q", "answer": "a"},
         {"video": 5, "question": "q", "answer": "a"},
-        {"image": "a.png", "question": "fine", "answer": "fine"},
+        {"image": "a.png", "question": "fine", "answer": "fine", "response_lengths": [3, 1]},
+        {"question": "q", "answer": "a", "response_lengths": [3, 0]},
     )
     with pytest.raises(DataError) as caught:
         read_rows(file)
@@ -66,6 +67,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         "train.jsonl:5: answer is missing",
         "train.jsonl:6: a row has a video or an image, not both",
         "train.jsonl:7: video is not a path",
+        "train.jsonl:9: response_lengths is not a list of whole numbers from 1 on",
     ):
         assert part in text, part
     assert "train.jsonl:8" not in text

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 from runtime_threads import InThreads
 from runtime_tiny import tiny_plan
 
-from rollplex.ir.errors import RunError
+from rollplex.ir.errors import DataError, RunError
 from rollplex.runtime.calls import Call, HostCalls, Limits, Outcomes, score
 from rollplex.runtime.protocol import CONTROLLER
 
@@ -145,4 +146,16 @@ def test_a_failure_counts_as_the_jobs_score_and_is_in_the_metrics() -> None:
     assert run.feed.failures[0].startswith("train.jsonl:")
     (scores,) = [value for value in run.states[CONTROLLER].values.values() if getattr(value, "shape", ()) == (2, 2)]
     assert scores.tolist() == [[1.0, -1.0], [1.0, -1.0]]
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "states"), [([3], "1 response_lengths of up to 3"), ([3, 7], "2 response_lengths of up to 7")]
+)
+def test_stated_lengths_that_the_plan_has_no_room_for_are_refused(lengths: list[int], states: str) -> None:
+    run = InThreads(tiny_plan(), {"reward": lambda: 0.0})
+    row = replace(run.feed.rows[0], extra={"response_lengths": lengths})
+    message = rf"train.jsonl:\d+: it states {states} tokens\n.*try: state 2, of at most 6 tokens"
+    with pytest.raises(DataError, match=message):
+        run.feed._prompt(row)
     run.close()

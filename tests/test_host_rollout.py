@@ -7,6 +7,7 @@ prompt b  b b|b       r e
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,20 @@ def test_a_response_stops_at_its_end_token() -> None:
         assert length == 24 or tokens[length - 1] in EOS
         assert not tokens[length:].any()
     assert not rollout.logprobs[~rollout.mask].any()
+
+
+def test_stated_lengths_end_a_response_and_end_tokens_do_not() -> None:
+    """Those of one prompt, whose neighbours end where the model ends them; what is sampled stays the same."""
+    model = tiny(torch.float64)
+    free, stated = prompts_of(model)[:2]
+    lengths = (1, 24, 7, 3, 24, 12)
+    rollout = roll(model, [free, replace(stated, response_lengths=lengths)])
+    without = roll(model, [free, stated])
+    assert rollout.lengths[1].tolist() == list(lengths)
+    assert torch.isin(rollout.tokens[1, 1], torch.tensor(EOS)).any(), "an end token among 24 that ends nothing"
+    assert torch.equal(rollout.tokens[0], without.tokens[0])
+    both = rollout.mask[1] & without.mask[1]
+    assert torch.equal(rollout.tokens[1][both], without.tokens[1][both])
 
 
 def test_the_same_generator_gives_the_same_bits_and_another_one_others() -> None:

@@ -6,6 +6,7 @@ One engine serves all tests of this file, as it takes seconds to start.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,37 @@ def test_responses_end_with_their_end_token_or_at_the_budget(watched: Watched) -
     assert all(((r.versions > 0) == r.mask).all() for r in watched.rollouts)
 
 
+def test_stated_lengths_end_a_response_and_end_tokens_do_not(watched: Watched) -> None:
+    prompts, lengths = watched.prompts[-1], (1, 12, 7, 3)
+    stated = replace(prompts, prompts=(replace(prompts[0], response_lengths=lengths), prompts[1]))
+    with watched.run.rollout.objects.lent("rollout.kv"):
+        watched.sampler.begin([1, 2])
+        rollout = watched.sampler.decoding(stated, None, 3).until([0, 1])
+    assert rollout.lengths[0].tolist() == list(lengths)
+    assert torch.isin(rollout.tokens[0, 1, :11], torch.tensor(ENDS)).any(), "an end token that ends nothing"
+    assert int(rollout.lengths[1].min()) < 12
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_responses(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but one request of a prompt find every whole block of it, whatever pieces it was prefilled in."""
+    engine, found, step = watched.sampler._engine, {}, watched.sampler._engine.step
+
+    def counted() -> list[Any]:
+        outputs = step()
+        found.update((o.request_id, o.num_cached_tokens) for o in outputs if o.finished)
+        return outputs
+
+    monkeypatch.setattr(engine, "step", counted)
+    prompts, block = watched.prompts[-1], engine.vllm_config.cache_config.block_size
+    with watched.run.rollout.objects.lent("rollout.kv"):
+        watched.sampler.begin([1, 2])
+        watched.sampler.decoding(prompts, None, 3).until([0, 1])
+    for p, prompt in enumerate(prompts):
+        whole = prompt.prefix_tokens // block * block
+        assert [found[f"{p}.{r}"] for r in range(4)] == [0, whole, whole, whole]
+        assert whole > 0
+
+
 def test_keys_and_values_have_pages_only_while_the_plan_says_so(watched: Watched) -> None:
     """Behind the rollout they are gone; vLLM's caches are views of their addresses all the same."""
     assert watched.mapped == [False, False]
@@ -112,11 +144,11 @@ def test_keys_and_values_have_pages_only_while_the_plan_says_so(watched: Watched
 def test_positions_are_those_of_the_data_set(watched: Watched) -> None:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-    from rollplex.backends.vllm.inputs import engine_input
+    from rollplex.backends.vllm.inputs import EngineInput
 
     prompt = watched.prompts[0][0]
     assert prompt.modality == "video"
-    given = engine_input(prompt, {"image": 262, "video": 263}, [7, 8])
+    given = EngineInput(prompt, {"image": 262, "video": 263}).with_response([7, 8])
     (item,), (place,) = given["mm_kwargs"]["video"], given["mm_placeholders"]["video"]
     feature = MultiModalFeatureSpec(data=item, modality="video", identifier="x", mm_position=place)
     positions, delta = watched.model.get_mrope_input_positions(given["prompt_token_ids"], [feature])

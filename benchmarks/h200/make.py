@@ -5,11 +5,13 @@ python -m benchmarks.h200.make       writes benchmarks/h200/{small,3b} and bench
     small   0.2 B parameters                                clips    12 videos of 32 frames, 4,096 tokens each
     3b      Qwen2.5-VL-3B's dimensions                      long     12 videos of 46 frames, 5,888 tokens each
                                                             text     12 questions of 6,000 tokens (a byte each)
+    long_mixed, text_mixed: the same, with responses of log-normal lengths from 32 to 512 tokens, median 256, 8 a prompt
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import string
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent.parent / "examples" / "shapes" / "model" / "config.json"
 ROWS, SIDE, SQUARE, TEXT_TOKENS = 12, 448, 60, 6000
+STEP, GROUP, LEAST, MOST = 4, 8, 32, 512
 FRAMES = {"clips": 32, "long": 46}
 QUESTION = "Which way does the square move?"
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -72,7 +75,9 @@ def main() -> None:
     data = HERE / "data"
     data.mkdir(exist_ok=True)
     for kind, rows in {**{kind: videos(kind) for kind in FRAMES}, "text": texts()}.items():
-        (data / f"{kind}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+        plain = list(rows)
+        for name, found in ((kind, plain), (f"{kind}_mixed", mixed(plain))):
+            (data / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found), encoding="utf-8")
 
 
 def config(size: str) -> dict[str, Any]:
@@ -85,7 +90,16 @@ def config(size: str) -> dict[str, Any]:
     return made
 
 
-def texts() -> Iterator[dict[str, str]]:
+def mixed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same lengths in every step of four rows; one response in it has the most tokens."""
+    drawing = random.Random(7)
+    lengths = [max(LEAST, min(MOST, int(math.exp(drawing.gauss(math.log(256), 0.7))))) for _ in range(STEP * GROUP)]
+    lengths[drawing.randrange(STEP * GROUP)] = MOST
+    own = [lengths[i : i + GROUP] for i in range(0, STEP * GROUP, GROUP)]
+    return [row | {"response_lengths": own[number % STEP]} for number, row in enumerate(rows)]
+
+
+def texts() -> Iterator[dict[str, Any]]:
     """Letters, digits and blanks: the byte tokenizer makes a token of each."""
     drawing = random.Random(1)
     for _ in range(ROWS):
@@ -95,7 +109,7 @@ def texts() -> Iterator[dict[str, str]]:
         }
 
 
-def videos(kind: str) -> Iterator[dict[str, str]]:
+def videos(kind: str) -> Iterator[dict[str, Any]]:
     """A square that moves a few pixels a frame, one way or the other."""
     drawing = random.Random(0)
     (HERE / "data" / kind).mkdir(exist_ok=True, parents=True)

@@ -149,6 +149,8 @@ class Feed:
     def _prompt(self, row: Row) -> Prompt:
         """A prompt longer than the plan's budget is refused here, with its row."""
         prompt, most = self.maker(row), self.job.workload.prompt_tokens
+        if stated := prompt.response_lengths:
+            _check_lengths(stated, row.id, self.job)
         if len(prompt.input_ids) > most:
             raise DataError(
                 f"the prompt has {len(prompt.input_ids)} tokens, the plan allows {most}",
@@ -288,3 +290,14 @@ class Feed:
                 if "history" in wanted:
                     offered["history"] = self.maker.text_of(self._histories(node, inputs, number)[i])
                 yield Call(f"{row.id}, response {i}{within}", {k: v for k, v in offered.items() if k in wanted})
+
+
+def _check_lengths(stated: Sequence[int], row: str, job: Job) -> None:
+    """A length for each response of the group, none beyond the plan's budget."""
+    load = job.workload
+    if load.turns is not None:
+        raise DataError("response_lengths are of one turn, the plan has several", where=row, hint="leave them out")
+    if len(stated) != load.group or max(stated) > load.response_tokens:
+        what = f"it states {len(stated)} response_lengths of up to {max(stated)} tokens"
+        hint = f"state {load.group}, of at most {load.response_tokens} tokens: workload.group, workload.response_tokens"
+        raise DataError(what, where=row, hint=hint)

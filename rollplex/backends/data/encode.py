@@ -95,7 +95,10 @@ class PromptMaker:
         text = self.text(row.question, modality, vision_tokens)
         ids = torch.tensor(self.tokenizer.encode(text, add_special_tokens=False))
         positions, next_position = self._positions(ids, modality, grid, seconds)
-        return Prompt(row.id, row.question, row.answer, ids, positions, next_position, modality, pixels, grid, seconds)
+        return Prompt(
+            row.id, row.question, row.answer, ids, positions, next_position, modality, pixels, grid, seconds,
+            row.response_lengths,
+        )  # fmt: skip
 
     def _positions(self, ids: Tensor, modality: Modality, grid: Tensor | None, seconds: float) -> tuple[Tensor, int]:
         if grid is None:

@@ -20,6 +20,7 @@ class Prompt:
 
     input_ids [P] int64; pixel_values [patches, patch_dim] float32 or None; grid_thw [1, 3] int64 or None, in patches;
     position_ids [3, P] int64, mrope; `next_position` is where the first response token stands on all three axes.
+    `response_lengths` are the tokens of each of its responses where the data set says so (rows.py), else empty.
     """
 
     row: str
@@ -32,6 +33,7 @@ class Prompt:
     pixel_values: Tensor | None = None
     grid_thw: Tensor | None = None
     seconds_per_grid: float = 1.0
+    response_lengths: tuple[int, ...] = ()
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Prompt:
         """The same prompt on the device where a model of this dtype runs; patches travel as the tower takes them."""

@@ -1,6 +1,9 @@
 """A data set: a JSONL file of questions with answers, about a video or an image or nothing.
 
 {"video": "clips/0001.mp4", "question": "Which way does the circle move?", "answer": "left"}
+
+A row may say how long its responses are, for benchmarks: {.., "response_lengths": [75, 512]} ends the first after 75
+tokens and the second after 512, whatever is sampled.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from rollplex.backends.data.video import decode_image, decode_video
 from rollplex.ir.errors import DataError, Problem
 
 MOST_PROBLEMS = 50
+LENGTHS = "response_lengths"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question; `id` is `train.jsonl:12`, `extra` holds the row's other keys for the reward."""
+    """One question; `id` is `train.jsonl:12`, `extra` holds the row's other keys for the reward.
+
+    `response_lengths` are tokens of each response; empty: responses end where the model ends them.
+    """
 
     id: str
     question: str
@@ -28,6 +35,10 @@ class Row:
     video: Path | None = None
     image: Path | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def response_lengths(self) -> tuple[int, ...]:
+        return tuple(self.extra.get(LENGTHS, ()))
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -72,6 +83,8 @@ def _problems(data: dict[str, Any], where: str, folder: Path) -> Iterator[Proble
     for key in ("question", "answer"):
         if not isinstance(data.get(key), str) or not data[key]:
             yield Problem(f"{key} is missing" if key not in data else f"{key} is not a text", where)
+    if LENGTHS in data and not _lengths(data[LENGTHS]):
+        yield Problem(f"{LENGTHS} is not a list of whole numbers from 1 on", where, "leave it out, or write [75, 512]")
     media = [kind for kind in ("video", "image") if kind in data]
     if len(media) == 2:
         yield Problem("a row has a video or an image, not both", where)
@@ -80,6 +93,10 @@ def _problems(data: dict[str, Any], where: str, folder: Path) -> Iterator[Proble
             yield Problem(f"{kind} is not a path", where)
         elif reason := _unreadable(kind, folder / data[kind]):
             yield Problem(reason, where)
+
+
+def _lengths(found: Any) -> bool:
+    return isinstance(found, list) and bool(found) and all(type(n) is int and n > 0 for n in found)
 
 
 @cache

@@ -58,7 +58,8 @@ class Decoding:
         keep their log-probabilities and versions; new tokens are of `version`.
         """
         cache = Cache(model, prompts, n, max_tokens, kv, tp)
-        made, thrown = Rows.of(len(prompts), n, max_tokens, kv.dtype, begun), throws(dice, n, max_tokens)
+        ends = [most for prompt in prompts for most in prompt.response_lengths or (0,) * n]
+        made, thrown = Rows.of(len(prompts), n, max_tokens, kv.dtype, begun, ends), throws(dice, n, max_tokens)
         first = torch.cat([p.input_ids[-1:].expand(n) for p in prompts])
         self._begin(model, cache, made, first, thrown, temperature, eos, version, on_step)
         prefill(model, cache, prompts, on_step)
@@ -121,21 +122,28 @@ class Decoding:
 
 @dataclass
 class Rows:
-    """What all rows have so far: [row, token], and [row] tokens of each."""
+    """What all rows have so far: [row, token], and [row] tokens of each.
+
+    `ends` [row] are the tokens after which a row ends, whatever they are; 0: at an end token, or without more room.
+    """
 
     tokens: Tensor
     lengths: Tensor
     logprobs: Tensor
     versions: Tensor
+    ends: Tensor
 
     @classmethod
-    def of(cls, prompts: int, n: int, max_tokens: int, dtype: torch.dtype, begun: Rollout | None) -> Rows:
+    def of(
+        cls, prompts: int, n: int, max_tokens: int, dtype: torch.dtype, begun: Rollout | None, ends: Sequence[int] = ()
+    ) -> Rows:
         shape = (prompts * n, max_tokens)
         rows = cls(
             torch.zeros(shape, dtype=torch.int64),
             torch.zeros(shape[0], dtype=torch.int64),
             torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32)),
             torch.zeros(shape, dtype=torch.int32),
+            torch.tensor(ends or [0] * shape[0]),
         )
         if begun is not None:
             count = begun.lengths.numel()
@@ -161,9 +169,9 @@ class Rows:
 
     def ended(self, rows: Tensor, eos: Tensor) -> Tensor:
         """Which of these rows have their end token, or no room for another one."""
-        at = self.lengths[rows]
-        stopped = torch.isin(self.tokens[rows, at.clamp(min=1) - 1], eos) & (at > 0)
-        return stopped | (at == self.tokens.shape[1])
+        at, fixed = self.lengths[rows], self.ends[rows]
+        stopped = torch.isin(self.tokens[rows, at.clamp(min=1) - 1], eos) & (at > 0) & (fixed == 0)
+        return stopped | (at == torch.where(fixed > 0, fixed, self.tokens.shape[1]))
 
     def rollout(self, prompts: int) -> Rollout:
         """All rows by prompt."""

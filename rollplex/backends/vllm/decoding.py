@@ -1,14 +1,17 @@
 """One step's sampling by vLLM: every response is a request with a seed of its own, handed over when it is awaited.
 
-    requests  p0 r0 .. p0 r7 | p1 r0 .. p1 r7 | ..      in this order; responses of a prompt share its prefix blocks
+    requests  p0 r0 | p1 r0 | ..                      one a prompt: it prefills the prompt and samples its first token
+              p0 r1 .. p0 r7 | p1 r1 .. p1 r7 | ..    when that is there, the others find the prompt's blocks
 
-All requests decode together, whoever is waited for. The scheduler's decisions depend on the requests alone, not on the
-clock, so the ranks of a tensor-parallel engine make the same ones and a step gives the same bits every time.
+vLLM looks for blocks when it admits a request, and none are there yet of a prompt that is prefilled in pieces: admitted
+together, responses would each prefill it anew, into blocks that no plan has. All requests decode together, whoever is
+waited for. The scheduler's decisions depend on the requests alone, not on the clock, so the ranks of a tensor-parallel
+engine make the same ones and a step gives the same bits every time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.data.rollout import Rollout
-from rollplex.backends.vllm.inputs import engine_input
+from rollplex.backends.vllm.inputs import EngineInput
 from rollplex.ir.errors import EngineError
 
 
@@ -32,18 +35,32 @@ class Asked:
     eos: tuple[int, ...]
     pads: Mapping[str, int]
 
-    def params(self, seed: int, have: int) -> SamplingParams:
-        """Of one response that has `have` tokens: the end token is its last, and no other rule ends it."""
+    def ends(self, prompt: Prompt, r: int) -> tuple[int, tuple[int, ...]]:
+        """Most tokens of a prompt's response `r`, and the tokens that end it before."""
+        return (prompt.response_lengths[r], ()) if prompt.response_lengths else (self.max_tokens, self.eos)
+
+    def params(self, seed: int, most: int, eos: tuple[int, ...]) -> SamplingParams:
+        """Of one response that may have `most` more tokens: a token of `eos` is its last, and no other rule ends it."""
         return SamplingParams(
             temperature=self.temperature,
             seed=seed % 2**63,
-            max_tokens=self.max_tokens - have,
-            stop_token_ids=list(self.eos),
+            max_tokens=most,
+            stop_token_ids=list(eos),
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A response of a prompt, as vLLM is asked for it."""
+
+    prompt: int
+    response: int
+    input: dict[str, Any]
+    params: SamplingParams
 
 
 class VllmDecoding:
@@ -57,16 +74,20 @@ class VllmDecoding:
         self._prompts = len(prompts)
         self._made = _begin(len(prompts), asked, begun)
         self._waiting: dict[str, tuple[int, int]] = {}
+        self._new: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+        self._behind: dict[int, list[Request]] = {}
         for p, prompt in enumerate(prompts):
-            for r in range(asked.n):
-                self._ask(prompt, p, r, seeds[p])
+            first, *others = [*self._requests(prompt, p, seeds[p])] or [None]
+            if first is not None:
+                self._ask(first)
+                self._behind[p] = others
 
     def until(self, prompts: Sequence[int]) -> Rollout:
         """Decode until the last response to these prompts has ended; they alone, in this order."""
         wanted = set(prompts)
         while any(p in wanted for p, _ in self._waiting.values()):
             self._step()
-        return self._made.rows(prompts)
+        return self._written().rows(prompts)
 
     def first(self, count: int) -> tuple[Rollout, Rollout]:
         """Decode until `count` prompts have all of their responses: those, and the others as far as they are."""
@@ -75,25 +96,31 @@ class VllmDecoding:
             self._step()
             complete += self._complete(complete)
         self._abort()
-        taken = set(complete[:count])
+        taken, made = set(complete[:count]), self._written()
         left = [p for p in range(self._prompts) if p not in taken]
-        return self._made.rows(sorted(taken)), self._made.rows(left)
+        return made.rows(sorted(taken)), made.rows(left)
 
-    def _ask(self, prompt: Prompt, p: int, r: int, seed: int) -> None:
-        """One response, unless it has ended already."""
-        asked, have = self._asked, int(self._made.lengths[p, r])
-        tokens = self._made.tokens[p, r, :have].tolist()
-        if have == asked.max_tokens or (tokens and tokens[-1] in asked.eos):
-            return
-        name = f"{p}.{r}"
-        self._engine.add_request(name, engine_input(prompt, asked.pads, tokens), asked.params(seed + r, have))
-        self._waiting[name] = (p, r)
+    def _requests(self, prompt: Prompt, p: int, seed: int) -> Iterator[Request]:
+        """One for each response to a prompt that has not ended already."""
+        asked, source = self._asked, EngineInput(prompt, self._asked.pads)
+        for r in range(asked.n):
+            have, (most, eos) = int(self._made.lengths[p, r]), asked.ends(prompt, r)
+            tokens = self._made.tokens[p, r, :have].tolist()
+            if have < most and not (tokens and tokens[-1] in eos):
+                yield Request(p, r, source.with_response(tokens), asked.params(seed + r, most - have, eos))
+
+    def _ask(self, request: Request) -> None:
+        name = f"{request.prompt}.{request.response}"
+        self._engine.add_request(name, request.input, request.params)
+        self._waiting[name] = (request.prompt, request.response)
 
     def _step(self) -> None:
-        """One step of the engine: what it has sampled is written down. EngineError where it has preempted a request."""
+        """One step of the engine: what it has sampled is kept. EngineError where it has preempted a request."""
         for output in self._engine.step():
             p, r = self._waiting[output.request_id]
-            self._write(p, r, output.outputs[0])
+            self._keep(p, r, output.outputs[0])
+            for request in self._behind.pop(p, ()):
+                self._ask(request)
             if output.finished:
                 del self._waiting[output.request_id]
         live = self._engine.engine_core.engine_core.scheduler.requests.values()
@@ -101,15 +128,24 @@ class VllmDecoding:
             what = f"vLLM has preempted {preempted} requests, for which the plan has blocks of KV"
             raise EngineError(what, where="vllm", hint="raise roles.actor.rollout.kv_cache_gib")
 
-    def _write(self, p: int, r: int, new: Any) -> None:
-        """Tokens that a response has beyond those that are there."""
-        made, start = self._made, int(self._made.lengths[p, r])
-        stop = start + len(new.token_ids)
-        made.tokens[p, r, start:stop] = torch.tensor(list(new.token_ids))
-        found = [at[token].logprob for at, token in zip(new.logprobs, new.token_ids, strict=True)]
-        made.logprobs[p, r, start:stop] = torch.tensor(found)
-        made.versions[p, r, start:stop] = self._version
-        made.lengths[p, r] = stop
+    def _keep(self, p: int, r: int, new: Any) -> None:
+        """Tokens that a response has beyond those that are there: as lists, tensors would cost a step a tenth."""
+        tokens, logprobs = self._new.setdefault((p, r), ([], []))
+        tokens += new.token_ids
+        logprobs += [at[token].logprob for at, token in zip(new.logprobs, new.token_ids, strict=True)]
+
+    def _written(self) -> Rollout:
+        """All responses as far as they are."""
+        made = self._made
+        for (p, r), (tokens, logprobs) in self._new.items():
+            start = int(made.lengths[p, r])
+            stop = start + len(tokens)
+            made.tokens[p, r, start:stop] = torch.tensor(tokens)
+            made.logprobs[p, r, start:stop] = torch.tensor(logprobs)
+            made.versions[p, r, start:stop] = self._version
+            made.lengths[p, r] = stop
+        self._new.clear()
+        return made
 
     def _complete(self, but: Sequence[int]) -> list[int]:
         """Prompts of which no response is awaited any more, without those that are known."""
@@ -120,6 +156,7 @@ class VllmDecoding:
         """What is awaited still is nobody's concern any more."""
         self._engine.abort_request(list(self._waiting))
         self._waiting.clear()
+        self._behind.clear()
 
 
 def _begin(prompts: int, asked: Asked, begun: Rollout | None) -> Rollout:

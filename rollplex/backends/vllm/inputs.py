@@ -19,26 +19,32 @@ POSITIONS = "rollplex_positions"
 _FIELDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
 
-def engine_input(prompt: Prompt, pads: Mapping[str, int], more: Sequence[int] = ()) -> dict[str, Any]:
-    """The prompt, with tokens of a response that goes on behind it; `pads` are the pad tokens by modality."""
-    ids = [*prompt.input_ids.tolist(), *more]
-    if prompt.pixel_values is None or prompt.grid_thw is None:
-        return {"type": "token", "prompt_token_ids": ids}
-    kind, grid = prompt.modality, prompt.grid_thw
-    pixels, size = _FIELDS[kind]
-    data: Any = {pixels: prompt.pixel_values, size: grid, POSITIONS: _positions(prompt, len(more))[None]}
-    fields = {
-        pixels: MultiModalFieldConfig.flat_from_sizes(kind, grid.prod(-1)),
-        size: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
-        POSITIONS: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
-    }
-    return {
-        "type": "multimodal",
-        "prompt_token_ids": ids,
-        "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(data, fields),
-        "mm_hashes": {kind: [_identity(prompt)]},
-        "mm_placeholders": {kind: [_placeholder(prompt, pads[kind])]},
-    }
+class EngineInput:
+    """A prompt for the requests of all its responses; `pads` are the pad tokens by modality."""
+
+    def __init__(self, prompt: Prompt, pads: Mapping[str, int]) -> None:
+        self._prompt, self._ids = prompt, prompt.input_ids.tolist()
+        self._media: dict[str, Any] = {}
+        if prompt.pixel_values is not None:  # their digest takes as long as some tokens do: once for all responses
+            kind = prompt.modality
+            hashes, places = [_identity(prompt)], [_placeholder(prompt, pads[kind])]
+            self._media = {"mm_hashes": {kind: hashes}, "mm_placeholders": {kind: places}}
+
+    def with_response(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The prompt, and behind it the tokens of a response that goes on."""
+        prompt, ids = self._prompt, [*self._ids, *tokens]
+        if prompt.pixel_values is None or prompt.grid_thw is None:
+            return {"type": "token", "prompt_token_ids": ids}
+        kind, grid = prompt.modality, prompt.grid_thw
+        pixels, size = _FIELDS[kind]
+        data: Any = {pixels: prompt.pixel_values, size: grid, POSITIONS: _positions(prompt, len(tokens))[None]}
+        fields = {
+            pixels: MultiModalFieldConfig.flat_from_sizes(kind, grid.prod(-1)),
+            size: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+            POSITIONS: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+        }
+        items = MultiModalKwargsItems.from_hf_inputs(data, fields)
+        return {"type": "multimodal", "prompt_token_ids": ids, "mm_kwargs": items, **self._media}
 
 
 def _positions(prompt: Prompt, more: int) -> Tensor:
