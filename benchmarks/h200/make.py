@@ -76,7 +76,7 @@ def main() -> None:
     data.mkdir(exist_ok=True)
     for kind, rows in {**{kind: videos(kind) for kind in FRAMES}, "text": texts()}.items():
         plain = list(rows)
-        for name, found in ((kind, plain), (f"{kind}_mixed", mixed(plain))):
+        for name, found in ((kind, plain), (f"{kind}_mixed", mixed(plain[:STEP]))):
             (data / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found), encoding="utf-8")
 
 
@@ -91,12 +91,12 @@ def config(size: str) -> dict[str, Any]:
 
 
 def mixed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same lengths in every step of four rows; one response in it has the most tokens."""
+    """As many rows as a step takes, with a length for each response; one of them has the most tokens."""
     drawing = random.Random(7)
     lengths = [max(LEAST, min(MOST, int(math.exp(drawing.gauss(math.log(256), 0.7))))) for _ in range(STEP * GROUP)]
     lengths[drawing.randrange(STEP * GROUP)] = MOST
     own = [lengths[i : i + GROUP] for i in range(0, STEP * GROUP, GROUP)]
-    return [row | {"response_lengths": own[number % STEP]} for number, row in enumerate(rows)]
+    return [row | {"response_lengths": own[number]} for number, row in enumerate(rows)]
 
 
 def texts() -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w      over[p,
             z[o]           o leaves in pieces, in f(o)
             s[w]           seconds by which saved states outlast the compute of w
             e[k]           exposed seconds                                   P      peak bytes
+            T              peak bytes within the last tenth of C
 Constraints (1)  h + c + d = 1                                 w in A[o]
             (2)  place[o,w] = 0                                w in A[o], place not in F[o,w]
             (3)  place[o,w] = place[o,w-1]                     o recomputable: one place for its life
@@ -33,8 +34,10 @@ Constraints (1)  h + c + d = 1                                 w in A[o]
             (10) P >= sum_{o in p} b[o] h[o,w]
             (11) V >= over[p,w],  V >= short[p,w]
             (12) z[o] <= down[o,n(o)]
-Objective   V, bytes over capacity in all windows, exposed time, peak, bytes moved. V > 0 is infeasible; then C + V is
-            the least capacity that would do, and the second objective keeps the other windows as they must be.
+            (13) T >= P - 9/10 C
+Objective   V, bytes over capacity in all windows, exposed time, T, bytes moved, peak. V > 0 is infeasible; then C + V
+            is the least capacity that would do, and the second objective keeps the other windows as they must be.
+            What fits with a tenth to spare does not move; closer to C room is worth more than a quiet link.
 Transfers of one stretch are added up, though the link is duplex: exposed time is never told too small.
 """
 
@@ -107,6 +110,7 @@ class Model:
         self.late = {w: self.cp.new_int_var(0, LONGEST_US, f"s[{w}]") for w in data.windows}
         self.exposed = [self.cp.new_int_var(0, LONGEST_US, f"e[{k}]") for k in range(len(data.stretches))]
         self.peak = self.cp.new_int_var(0, total, "P")
+        self.near = self.cp.new_int_var(0, total, "T")
         self.most_over = self.cp.new_int_var(0, total, "V")
 
     def hbm(self, pool: str, window: str) -> cp_model.LinearExprT:
@@ -131,8 +135,9 @@ class Model:
             Objective("bytes over capacity", self.most_over, UNIT),
             Objective("bytes over in all windows", over, UNIT),
             Objective("exposed seconds", sum(self.exposed), 1e-6),
-            Objective("peak bytes", self.peak, UNIT),
+            Objective("bytes in the last tenth", self.near, UNIT),
             Objective("bytes moved", moved, UNIT),
+            Objective("peak bytes", self.peak, UNIT),
         ]
 
 
@@ -222,6 +227,16 @@ def peak(m: Model) -> None:
         m.cp.add(m.peak >= m.hbm(p, w))
 
 
+def near_capacity(m: Model) -> None:
+    """(13)."""
+    m.cp.add(m.near >= m.peak - roomy(m.data.capacity))
+
+
+def roomy(capacity: int) -> int:
+    """What leaves a tenth of a capacity to spare."""
+    return capacity - capacity // 10
+
+
 def most_over(m: Model) -> None:
     """(11)."""
     for over in (*m.over.values(), *m.short.values()):
@@ -248,6 +263,7 @@ FAMILIES: tuple[Family[Model], ...] = (
     Family(10, "peak", peak),
     Family(11, "the most bytes over a capacity", most_over),
     Family(12, "what leaves in pieces leaves", leaving_in_pieces),
+    Family(13, "room close to capacity", near_capacity),
 )
 
 

@@ -83,12 +83,16 @@ def _count(n: int, noun: str) -> str:
 
 
 def solver_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
-    """One line a solver pass: status, and every objective in its order with value and, where not proven, bound."""
+    """One line a solver pass: status, and its objectives in their order with value and, where not proven, bound.
+
+    Bytes over a capacity are told where there are any: the verdict says that a plan fits. Those close to it never: the
+    peak says so.
+    """
     lines: list[Text] = []
     names = max((len(s.name) for s in plan.summary.solvers), default=0)
     for name, results in groupby(plan.summary.solvers, key=lambda s: s.name):
         found = list(results)
-        told = [s for s in found if s.value or "bytes over" not in s.objective]  # the verdict says that it fits
+        told = [s for s in found if "last tenth" not in s.objective and (s.value or "bytes over" not in s.objective)]
         status = "optimal" if all(s.status == "optimal" for s in found) else "feasible"
         head = f"{name:<{names}}  {status:<8}  "
         rows = joined([_objective(s) for s in told], width - LABEL - len(head), "   ")

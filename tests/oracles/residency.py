@@ -15,7 +15,10 @@ from rollplex.passes.residency import FAMILIES, Model, read
 from rollplex.passes.residency_data import PLACES, Data, Item, Stretch
 from rollplex.passes.solver import Family, constrain
 
-OBJECTIVES = ("bytes over capacity", "bytes over in all windows", "exposed seconds", "peak bytes", "bytes moved")
+OBJECTIVES = (
+    *("bytes over capacity", "bytes over in all windows", "exposed seconds"),
+    *("bytes in the last tenth", "bytes moved", "peak bytes"),
+)
 Assignment = dict[tuple[str, str], frozenset[Place]]
 """Places of every (object, window): one of them where the assignment is legal."""
 
@@ -56,7 +59,9 @@ def worth_of(data: Data, at: Assignment, pieces: set[str]) -> dict[str, int]:
     }
     exposed = sum(max(0, sum(busy(data, at, w) - saved[w] for w in k.windows) - k.slack_us) for k in data.stretches)
     moved = sum(o.units * crossings(o, at, w) for o in data.items for w in o.places)
-    return dict(zip(OBJECTIVES, (max(excess), sum(excess), exposed, max(held.values()), moved), strict=True))
+    peak = max(held.values())
+    near = max(0, peak - (data.capacity - data.capacity // 10))
+    return dict(zip(OBJECTIVES, (max(excess), sum(excess), exposed, near, moved, peak), strict=True))
 
 
 def held_in(data: Data, at: Assignment, pool: str, w: str) -> int:
