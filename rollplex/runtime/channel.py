@@ -13,12 +13,13 @@ import struct
 import sys
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 _HEADER = struct.Struct("!QI")
 # Both directions share one open file description, hence one O_NONBLOCK flag: no timeout here is ever None.
 _TICK_S = 0.5
 _FD_BYTES = array("i").itemsize
+_SMALL = 1 << 16
 
 
 class Closed(Exception):
@@ -40,11 +41,14 @@ class Channel:
         self._sending = threading.Lock()
         self._closed = False
 
-    def send(self, body: bytes, fds: Sequence[int] = ()) -> None:
-        """Send one frame; the descriptors are closed here, sent or not. Closed if the other end is gone."""
+    def send(self, body: Sequence[bytes | memoryview], fds: Sequence[int] = ()) -> None:
+        """Send one frame, whose body comes in parts; the descriptors are closed here, sent or not.
+
+        Closed if the other end is gone.
+        """
         try:
             with self._sending:
-                self._send_all(_HEADER.pack(len(body), len(fds)) + body)
+                self._send_all(_together([_HEADER.pack(sum(len(part) for part in body), len(fds)), *body]))
                 for fd in fds:
                     self._send_fd(fd)
         except OSError as err:
@@ -55,7 +59,7 @@ class Channel:
 
     def pulse(self) -> None:
         """Tell the other end that this process is alive."""
-        self.send(b"")
+        self.send(())
 
     def receive(self) -> tuple[bytearray, list[int]]:
         """The next frame, a pulse too; the caller owns the descriptors. Closed if the other end is gone."""
@@ -77,14 +81,15 @@ class Channel:
         self._reader.close()
         self._writer.close()
 
-    def _send_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            self._still_open()
-            try:
-                view = view[self._writer.send(view) :]
-            except TimeoutError:
-                continue
+    def _send_all(self, parts: Iterable[bytes | memoryview]) -> None:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                self._still_open()
+                try:
+                    view = view[self._writer.send(view) :]
+                except TimeoutError:
+                    continue
 
     def _send_fd(self, fd: int) -> None:
         while True:
@@ -124,6 +129,19 @@ class Channel:
     def _still_open(self) -> None:
         if self._closed:
             raise Closed
+
+
+def _together(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes, small parts that follow each other as one: a call of the system each is dear."""
+    small = bytearray()
+    for part in parts:
+        if len(part) < _SMALL:
+            small += part
+        else:
+            yield bytes(small)
+            yield part
+            small.clear()
+    yield bytes(small)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -107,7 +107,7 @@ class Nursery:
         try:
             with _adopting_orphans():
                 asked = {"name": name, "modules": list(modules), "environment": self.environment}
-                self._channel.send(json.dumps(asked).encode(), fds)
+                self._channel.send([json.dumps(asked).encode()], fds)
                 body, _ = self._channel.receive()
         except Closed:
             what = f"cannot start {name}: the process that starts engines ended with status {self._process.wait()}"
@@ -202,7 +202,7 @@ def _orphan(nursery: Channel, asked: Mapping[str, Any], fds: Sequence[int], cont
         ctypes.CDLL(None).prctl(_PR_SET_NAME, asked["name"].encode(), 0, 0, 0)
         os.environ.clear()
         os.environ.update(asked["environment"])
-        nursery.send(str(os.getpid()).encode())
+        nursery.send([str(os.getpid()).encode()])
         nursery.close()
         live(socket.socket(fileno=serving))
     finally:

@@ -25,8 +25,8 @@ from rollplex.ir.errors import RunError
 
 # At most torch's grain size (32768), so that one thread sums a block, whatever the number of threads.
 NORM_BLOCK = 16384
-# A GPU sums a block in an order that its length alone decides. Three launches each, so fewer and longer ones.
-GPU_NORM_BLOCK = 1 << 20
+# A GPU sums a block in an order that its length alone decides; a few launches each, so fewer and longer ones.
+GPU_NORM_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,10 @@ def blocks(slabs: Iterable[Slab], device: torch.device) -> Iterator[range]:
 
 def square(grad: torch.Tensor, block: range) -> torch.Tensor:
     """Sum of squares of a block of a flat gradient: a float64 scalar where the gradient is, which nobody waits for."""
-    return grad[block.start : block.stop].double().square().sum()
+    part = grad[block.start : block.stop]
+    if part.is_cuda:
+        return torch.linalg.vector_norm(part, dtype=torch.float64).square()  # no copy in float64
+    return part.double().square().sum()  # adds up in pairs, which torch's norm of a host does not
 
 
 def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab], known: Mapping[range, torch.Tensor] | None = None) -> float:

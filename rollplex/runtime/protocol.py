@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,9 @@ import torch
 from rollplex.backends.engine import EngineReport, Values
 from rollplex.ir.errors import Problem
 from rollplex.runtime.channel import Channel
+
+ALIGN = 64
+"""Bytes at multiples of which parts of a message begin: tensors lie in them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -186,16 +190,29 @@ def send(channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> None:
     channel.send(encode(message), fds)
 
 
-def encode(message: Message) -> bytes:
-    """The bytes of a message; tensors are plain bytes with dtype and shape."""
-    out = io.BytesIO()
-    _Pickler(out, protocol=5).dump(message)
-    return out.getvalue()
+def encode(message: Message) -> list[bytes | memoryview]:
+    """The bytes of a message in parts that are to follow each other; those of tensors are not copied.
+
+    sizes of the parts behind this one | the message, pickled | elements of a tensor | .. each filled up to 64 bytes
+    """
+    out, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(message)
+    parts = [out.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    sizes = struct.pack(f"!I{len(parts)}Q", len(parts), *(part.nbytes for part in parts))
+    filled = [(part, bytes(-part.nbytes % ALIGN)) for part in (memoryview(sizes), *parts)]
+    return [piece for pair in filled for piece in pair]
 
 
 def decode(body: bytes | bytearray) -> Message:
-    """The message of these bytes; its tensors are writable and share nothing."""
-    return pickle.loads(body)
+    """The message of these bytes; its tensors are writable, and lie in them."""
+    (count,), at = struct.unpack_from("!I", body), 4
+    sizes, at = struct.unpack_from(f"!{count}Q", body, at), at + 8 * count
+    parts, view = [], memoryview(body)
+    for size in sizes:
+        at += -at % ALIGN
+        parts.append(view[at : at + size])
+        at += size
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 class _Pickler(pickle.Pickler):
@@ -205,11 +222,15 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
         assert not obj.requires_grad, "a value that travels between processes is detached"
+        if not obj.numel():
+            return _empty, (tuple(obj.shape), obj.dtype)
         flat = obj.contiguous().view(-1).view(torch.uint8)
-        return _tensor, (bytearray(flat.numpy().data), obj.dtype, tuple(obj.shape))
+        return _tensor, (pickle.PickleBuffer(flat.numpy().data), obj.dtype, tuple(obj.shape))
 
 
-def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -10,6 +10,7 @@ float16 only, as the kernel is. On a host the same is done by training/attention
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,14 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Lengths:
-        """Of sequences that have these lengths."""
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
-        return cls(ends, max(lengths))
+        """Of sequences that have these lengths. Every layer asks again, and a copy to a GPU waits for all before it."""
+        return _of(tuple(lengths), device)
+
+
+@lru_cache(maxsize=32)
+def _of(lengths: tuple[int, ...], device: torch.device) -> Lengths:
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    return Lengths(ends, max(lengths))
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, causal: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Megatron's core attention over a shared prefix: what a query may see travels down with the call.
 
-mode       `attention_mask` of the layer call       keys of a query
+mode       `attention_mask` of the layer call       keys of a query         a LayerIO, or rotary.Turning of one
 off        None                                     its own sequence, causal
 capture    boundary.Capture: copies K, V         its own sequence, causal
 suffix     ReadPrefix                               the prefix, one copy for all responses, and its own response
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rollplex.backends.cuda import attention as gpu
-from rollplex.backends.training.attention import LayerIO, causal, causal_after
+from rollplex.backends.megatron.rotary import turned
+from rollplex.backends.training.attention import causal, causal_after
 
 
 class SharedPrefixAttention(nn.Module):
@@ -30,7 +31,8 @@ class SharedPrefixAttention(nn.Module):
         self.layer = layer_number - 1
         self.scale = softmax_scale or config.kv_channels**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: LayerIO | None, **_: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
+        query, key, attention_mask = turned(query, key, attention_mask)
         # A copy: what is saved of a view is all of the fused projection, queries and keys included.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value.contiguous()))
         if attention_mask is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rollplex.backends.megatron.rotary import turning
 from rollplex.backends.megatron.swiglu import SwiGLU
 
 _Layer: Any = TransformerLayerSubmodules  # Megatron's annotations are narrower than what it takes
@@ -43,13 +44,14 @@ def layer_spec(
     )
 
 
-def run_layers(layers: Iterable[Any], hidden: Tensor, masks: Iterable[Any], rotary: Tensor, recompute: bool) -> Tensor:
+def run_layers(layers: Iterable[Any], hidden: Tensor, masks: Sequence[Any], rotary: Tensor, recompute: bool) -> Tensor:
     """[s, b, h] through the layers, each with its mask; `recompute` keeps only their inputs for the backward.
 
     The checkpoint is the non-reentrant one: inside Megatron's own, keys and values would be cut off from the graph.
     """
-    for layer, mask in zip(layers, masks, strict=True):
-        call = partial(layer, attention_mask=mask, rotary_pos_emb=rotary)
+    seen, angles = turning(masks, rotary)
+    for layer, mask in zip(layers, seen, strict=True):
+        call = partial(layer, attention_mask=mask, rotary_pos_emb=angles)
         if recompute:
             hidden, _ = checkpoint(call, hidden, use_reentrant=False, preserve_rng_state=False)
         else:

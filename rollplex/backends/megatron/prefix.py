@@ -19,6 +19,7 @@ from torch import Tensor
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.megatron.layers import run_layers
 from rollplex.backends.megatron.model import MegatronQwen
+from rollplex.backends.megatron.rotary import turning
 from rollplex.backends.training.boundary import Capture, PrefixResult, materialise
 from rollplex.backends.training.saved import SavedPolicy
 from rollplex.ir.spec import ModelSpec
@@ -46,4 +47,5 @@ def _forward(model: MegatronQwen, prompt: Prompt, capture: Capture, recompute: b
     rotary, io = model.angles(prompt.position_ids[:, :tokens]), model.attending(capture, tokens)
     *layers, last = model.layers
     hidden = run_layers(layers, hidden, [io] * len(layers), rotary, recompute)
-    last.self_attention(last.input_layernorm(hidden), io, rotary_pos_emb=rotary)
+    (seen,), angles = turning([io], rotary)
+    last.self_attention(last.input_layernorm(hidden), seen, rotary_pos_emb=angles)

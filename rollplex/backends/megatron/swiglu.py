@@ -23,6 +23,10 @@ class SwiGLU(nn.Module):
         super().__init__()
 
     def forward(self, both: Tensor) -> Tensor:
+        if both.is_cuda:
+            from rollplex.backends.cuda.fused import swiglu  # Triton is there where a GPU is
+
+            return swiglu(both)
         return _SwiGLU.apply(both)
 
 

@@ -22,6 +22,7 @@ from rollplex.backends.megatron.grid import Grid
 from rollplex.backends.megatron.groups import Alone, groups_of
 from rollplex.backends.megatron.layers import layer_spec, run_layers
 from rollplex.backends.megatron.linears import SplitGateUp
+from rollplex.backends.megatron.rotary import turned
 from rollplex.backends.megatron.settings import projector_settings, vision_settings
 
 
@@ -42,7 +43,8 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.scale = config.kv_channels**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
+        query, key, attention_mask = turned(query, key, attention_mask)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value.contiguous()))  # as in SharedPrefixAttention
         out, _weights = window_attention(None, q, k, v, None, self.scale, cu_seq_lens_q=attention_mask)
         return out.transpose(0, 1).flatten(2)

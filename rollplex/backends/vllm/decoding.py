@@ -77,10 +77,9 @@ class VllmDecoding:
         self._new: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
         self._behind: dict[int, list[Request]] = {}
         for p, prompt in enumerate(prompts):
-            first, *others = [*self._requests(prompt, p, seeds[p])] or [None]
-            if first is not None:
-                self._ask(first)
-                self._behind[p] = others
+            self._behind[p] = [*self._requests(prompt, p, seeds[p])]
+            if self._behind[p]:
+                self._ask(self._behind[p].pop(0))
 
     def until(self, prompts: Sequence[int]) -> Rollout:
         """Decode until the last response to these prompts has ended; they alone, in this order."""

@@ -1,0 +1,115 @@
+"""What lies between a layer's GEMMs and its attention, in one kernel each: rotary embeddings and SwiGLU.
+
+torch's own operators write and read a layer's widest tensors again for every product and sum. Triton comes with torch's
+CUDA builds. Arithmetic is float32, rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDTH = 1024
+"""Elements of a row that one program takes."""
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [t, heads, d] turned by angles whose cosines and sines are [t, d / 2] float32; both halves alike."""
+    return _Rotate.apply(x, cos, sin)
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """[.., gate | up] -> silu(gate) * up; keeps what it was given for the backward."""
+    return _SwiGLU.apply(both)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad_outputs[0], cos, sin, -1.0), None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        both = both.contiguous()
+        ctx.save_for_backward(both)
+        width = both.shape[-1] // 2
+        out = both.new_empty(*both.shape[:-1], width)
+        _launch(_gated, _rows(out), both, out, width, BLOCK=WIDTH)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        (both,), grad = ctx.saved_tensors, grad_outputs[0].contiguous()
+        found = torch.empty_like(both)
+        _launch(_gated_backward, _rows(grad), both, grad, found, grad.shape[-1], BLOCK=WIDTH)
+        return found
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """[t, heads, d] of any strides but the last -> contiguous."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    tokens, heads, d = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(d // 2)}
+    _launch(_rotate, (tokens,), x, out, cos, sin, x.stride(0), x.stride(1), heads, d // 2, sign, **blocks)
+    return out
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
+    """Triton's way to call a kernel, of which its types know nothing."""
+    kernel[grid](*arguments, **constants)
+
+
+def _rows(out: Tensor) -> tuple[int, int]:
+    """A program for each piece of each row."""
+    width = out.shape[-1]
+    return out.numel() // width, triton.cdiv(width, WIDTH)
+
+
+@triton.jit
+def _rotate(x, out, cos, sin, of_token, of_head, heads, half, sign, HEADS: tl.constexpr, HALF: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (at < half)
+    source = x + token * of_token + head * of_head + at
+    first = tl.load(source, mask=inside).to(tl.float32)
+    second = tl.load(source + half, mask=inside).to(tl.float32)
+    c = tl.load(cos + token * half + at, mask=at < half)
+    s = tl.load(sin + token * half + at, mask=at < half) * sign
+    target = out + (token * heads + head) * (2 * half) + at
+    tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + half, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(both, out, width, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gate = tl.load(both + row * 2 * width + at, mask=inside).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + at, mask=inside).to(tl.float32)
+    tl.store(out + row * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(both, grad, found, width, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gate = tl.load(both + row * 2 * width + at, mask=inside).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + at, mask=inside).to(tl.float32)
+    g = tl.load(grad + row * width + at, mask=inside).to(tl.float32)
+    share = tl.sigmoid(gate)
+    of_gate = g * up * share * (1 + gate * (1 - share))
+    tl.store(found + row * 2 * width + at, of_gate.to(found.dtype.element_ty), mask=inside)
+    tl.store(found + row * 2 * width + width + at, (g * gate * share).to(found.dtype.element_ty), mask=inside)
