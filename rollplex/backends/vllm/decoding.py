@@ -5,8 +5,8 @@
 
 vLLM looks for blocks when it admits a request, and none are there yet of a prompt that is prefilled in pieces: admitted
 together, responses would each prefill it anew, into blocks that no plan has. All requests decode together, whoever is
-waited for. The scheduler's decisions depend on the requests alone, not on the clock, so the ranks of a tensor-parallel
-engine make the same ones and a step gives the same bits every time.
+waited for. Where the scheduler's decisions depend on the requests alone, the ranks of a tensor-parallel engine make the
+same ones and a step gives the same bits every time; on one GPU it prepares steps ahead of time (sampler.py).
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class VllmDecoding:
         wanted = set(prompts)
         while any(p in wanted for p, _ in self._waiting.values()):
             self._step()
+        self._settle()
         return self._written().rows(prompts)
 
     def first(self, count: int) -> tuple[Rollout, Rollout]:
@@ -156,6 +157,12 @@ class VllmDecoding:
         self._engine.abort_request(list(self._waiting))
         self._waiting.clear()
         self._behind.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Once nothing is awaited nothing may run: the pages of keys and values go."""
+        while not self._waiting and self._engine.engine_core.engine_core.batch_queue:
+            self._engine.step()
 
 
 def _begin(prompts: int, asked: Asked, begun: Rollout | None) -> Rollout:

@@ -130,7 +130,8 @@ class VllmSampler:
             "enable_chunked_prefill": not job.on_host,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
-            "async_scheduling": False,
+            # A step is prepared while the one before runs: when, the clock decides, and ranks have clocks of their own.
+            "async_scheduling": not job.on_host and job.rollout_tp == 1,
             "enforce_eager": job.on_host,
             "mm_encoder_tp_mode": rollout.mm_encoder_tp_mode,
             "mm_processor_cache_gb": 0,
