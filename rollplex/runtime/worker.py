@@ -6,6 +6,7 @@ process' log.
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections import ChainMap
 from dataclasses import replace
@@ -68,6 +69,8 @@ def _serve(link: ChildLink) -> None:
     state = engine_state(assign.process, plan, job, link, engine)
     _share(link, plan, state)
     link.send(Ready(engine.ready()))
+    gc.collect()
+    gc.freeze()  # what is there now stays: to look through an engine's modules again and again takes tenths of a second
     while _obey(link, state, job):
         pass
     engine.close()  # only here: after an error the process ends, and the kernel takes everything back

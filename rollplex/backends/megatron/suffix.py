@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.megatron.attention import ReadPrefix
+from rollplex.backends.megatron.facts import HEAD_CHUNK_TOKENS
 from rollplex.backends.megatron.head import token_logprobs
 from rollplex.backends.megatron.model import MegatronQwen
 from rollplex.backends.training.sizes import LOGIT_ROWS
@@ -29,13 +30,14 @@ def suffix_logprobs(
     temperature: float = 1.0,
     *,
     recompute: bool = False,
-    logit_rows: int = LOGIT_ROWS,
+    logit_rows: int | None = None,
 ) -> Tensor:
     """Log-probabilities [n, T_max] of the response tokens, 0 beyond each response's end, the same on every rank.
 
     `kv` is `PrefixResult.kv` or an autograd leaf over it; `responses` are n int64 tensors of 1 to T_max tokens. Runs
     under the caller's grad mode: under no_grad this is the detached scoring of a reference. `recompute` keeps only
-    layer inputs for the backward. At most `logit_rows` rows of logits exist at a time, in the backward too.
+    layer inputs for the backward. At most `logit_rows` rows of logits exist at a time, in the backward too; None takes
+    as many as the plan has room for.
     """
     assert all(len(r) for r in responses), "every response has at least one token"
     lengths = [len(r) for r in responses]
@@ -44,7 +46,8 @@ def suffix_logprobs(
     start = prompt.next_position - 1
     positions = torch.cat([torch.arange(start, start + n, device=kv.device) for n in lengths]).expand(3, -1)
     hidden = model.decode(model.embed(inputs), positions, ReadPrefix(kv, lengths), recompute)
-    rows = zip(hidden.split(logit_rows), torch.cat(list(responses)).split(logit_rows), strict=True)
+    most = logit_rows or (HEAD_CHUNK_TOKENS if kv.is_cuda else LOGIT_ROWS)
+    rows = zip(hidden.split(most), torch.cat(list(responses)).split(most), strict=True)
     found = torch.cat([_head(model, h, wanted, temperature) for h, wanted in rows])
     return pad_sequence(list(found.split(lengths)), batch_first=True)
 
