@@ -48,7 +48,7 @@ class VllmFacts:
     name: str = "vllm"
     trains: bool = False
     rolls_out: bool = True
-    runs: bool = False
+    runs: bool = True
     on_cpu: bool = True
     large_cpu_blocks: bool = True
     cpu_head_dims: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
