@@ -50,6 +50,7 @@ class MegatronFacts:
     rolls_out: bool = False
     runs: bool = True
     on_cpu: bool = True
+    families: frozenset[str] = frozenset({"qwen2_5_vl"})
     whole_sequences: bool = False
     overlaps_update: bool = True
     transposed: frozenset[str] = frozenset({"o", "down", "expert_down"})
