@@ -132,6 +132,26 @@ def test_a_vision_block_saves_what_torch_saves() -> None:
     assert saved_bytes(block, v.hidden) == pytest.approx(TOKENS * (a.vision_block_bytes(work(DENSE)) + lse), rel=3e-3)
 
 
+def test_the_ends_of_a_trained_tower_save_what_torch_saves() -> None:
+    """patches | linear | rotated by FP32 cosines and sines | norm | four patches a token: linear | GELU | linear."""
+    v = DENSE.vision
+    assert v is not None
+    pixels, head, merged = v.channels * v.temporal_patch * v.patch**2, v.hidden // v.heads, v.hidden * v.merge**2
+
+    def ends(x: Tensor) -> Tensor:
+        y = F.linear(x, weight(v.hidden, pixels))
+        cos, sin = (torch.empty(TOKENS, 1, head, device="meta") for _ in range(2))
+        z = y.view(TOKENS, v.heads, head).float()
+        y = y + (z * cos + z.flip(-1) * sin).to(y.dtype).view_as(y)
+        y = norm(y).view(TOKENS // v.merge**2, merged)
+        return F.linear(F.gelu(F.linear(y, weight(merged, merged))), weight(v.out_hidden, merged))
+
+    plain, trained = work(DENSE), work(DENSE, vision_grad=True)
+    blocks = TOKENS * v.depth * a.vision_block_bytes(plain)
+    planned = FACTS.prefix_saved_bytes(trained) - FACTS.prefix_saved_bytes(plain) - blocks
+    assert saved_bytes(ends, pixels) == pytest.approx(planned, rel=2e-3)
+
+
 # ---- published formulas: GPT layers with as many KV heads as heads, head_dim = hidden / heads, dropout
 
 GPT = replace(DENSE, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=16384, vision=None)
@@ -212,7 +232,9 @@ def test_the_first_stage_keeps_a_step_in_flight_for_every_stage() -> None:
     sent = 2 * 4096 * a.layer_input_bytes(four)
     boundary = TOKENS * one.kv_bytes
     assert FACTS.train_activation_bytes(four) - sent - boundary // 4 == FACTS.train_activation_bytes(one) - boundary
-    assert FACTS.train_activation_bytes(one) - boundary == 4096 * GPT.layers * a.layer_bytes(one, 4096 + TOKENS) + head
+    flying = 3 * GPT.ffn * 2  # SwiGLU's backward: gradients of the product, of gate and of up
+    saved = GPT.layers * a.layer_bytes(one, 4096 + TOKENS)
+    assert FACTS.train_activation_bytes(one) - boundary == 4096 * (saved + flying) + head
     assert replace(four, steps=2).layers_in_flight == 2 * GPT.layers // 4
 
 

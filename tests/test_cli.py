@@ -242,7 +242,7 @@ def test_an_unknown_pass_is_corrected(rollplex: Rollplex) -> None:
         (["compile", GRPO, "--job", JOB, "naive"], "write section.key=value"),
         (["verify", "none.json"], "cannot read the plan"),
         (["run", GRPO], "an algorithm needs a job"),
-        (["run", GRPO, "--job", JOB], "backend megatron is not implemented yet for run"),
+        (["run", GRPO, "--job", JOB, "roles.actor.lora={rank: 64}"], "no backend executes this plan: actor lora"),
         (["run", VIDEO, "--job", JOB, "--host", "reward"], "`reward` binds no function"),
         (["run", VIDEO, "--job", JOB, "--host", "score=os.path:join"], "calls no host function `score`"),
         (["run", VIDEO, "--job", JOB, "--host", "reward=none.py:f"], "there is no file none.py"),

@@ -84,8 +84,11 @@ def test_a_size_is_told_as_a_formula(plan: Plan) -> None:
     """In the job's own numbers, with its named parts below; where no formula fits the bytes, that is said."""
     lines = [t.plain for t in explained_lines(api.explain(plan, "actor.prefix_saved"), plan)]
     at = next(i for i, text in enumerate(lines) if text.startswith("formula"))
-    assert lines[at] == "formula    32 prompts x a prompt = 20.00 GiB"
-    assert lines[at + 1].strip() == "a prompt = 8192 tokens x 64 layers x layer input = 671,088,640"
+    # 64 checkpointed layer inputs of 5120 x 2 / 8 bytes; the last layer's norm, its queries and angles
+    token = 64 * 1280 + 2 * 1280 + 8 + (40 * 128 // 8 + 4 * 128) * 2 + 4 * 128
+    assert lines[at] == f"formula    32 prompts x a prompt = {32 * 8192 * token / 2**30:.2f} GiB"
+    said = f"a prompt = 8192 tokens x (64 layers x layer input + last layer) = {8192 * token:,}"
+    assert lines[at + 1].strip() == said
     host = compile_plan(GRPO, load_job(SHAPES))
     lines = [t.plain for t in explained_lines(api.explain(host, "train.activations"), host)]
     assert any(text.startswith("formula    none in words comes to these bytes") for text in lines)

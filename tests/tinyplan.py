@@ -250,9 +250,8 @@ def tiny_plan(variant: Variant = "rollplex") -> Plan:
     held = summary(variant)
     schedule = "disaggregated" if variant == "pools" else "rollplex" if hand.overlapped else "serial"
     gpus, apart = (8, 4) if variant == "pools" else (2 * copies, None)
-    reasons = ["tensor_parallel 2: the host backend trains whole models"]
+    reasons = ["tiny on host: Qwen2.5-VL alone runs there", "tensor_parallel 2: the host backend trains whole models"]
     reasons += [f"schedule {schedule}"] if apart else []
-    reasons += ["partial rollout"] if variant == "partial" else []
     return Plan(
         feasible=True,
         schedule=schedule,

@@ -47,6 +47,11 @@ def runs(name: str, cpu: bool) -> bool:
     return is_so(name, "on_cpu" if cpu else "runs")
 
 
+def families(name: str) -> frozenset[str] | None:
+    """Families of models that an engine of ours runs; None where its facts name none: any."""
+    return getattr(engine(name), "families", None)
+
+
 def lacking(name: str, cpu: bool) -> Problem | None:
     """What an engine lacks on this machine, on GPUs or as `cpu` processes; only its facts look, nothing is imported."""
     find = getattr(engine(name), "lacking", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rollplex.ir.formula import Formula, largest, n, part
+from rollplex.ir.spec import VisionSpec
 from rollplex.ir.work import Work
 
 NOTHING = n(0, "B")
@@ -92,6 +93,19 @@ class Tokens:
         feed = n(plain, "layers") * self.dense() + n(count - plain, "layers") * self.moe()
         return self.named("all layers", n(count, "layers") * self.attention() + feed)
 
+    def last(self) -> Formula:
+        """Saved of a prefix's last layer, of which keys and values alone are made, outside a checkpoint; all angles."""
+        s, angles = self.work.spec, n(4, "B an angle") * n(self.work.spec.head_dim)
+        if not self.work.recompute:
+            return angles
+        queries = (n(s.heads, "heads") * n(s.head_dim)) // self.work.tp
+        norms = n(2) * self.layer_input() + n(2, "norms") * n(4, "B")
+        return norms + (queries + n(4) * n(s.head_dim)) * self.item + angles
+
+    def in_flight(self) -> Formula:
+        """Gradients in a dense feed-forward's backward: of the product, of gate and of up."""
+        return self.dense(3) if self.work.spec.moe is None else NOTHING
+
     def layer_input(self) -> Formula:
         """What a checkpointed layer keeps."""
         return part("layer input", self.hidden(1))
@@ -140,16 +154,38 @@ def _head(work: Work, tokens: int) -> Formula:
 def megatron_saved(work: Work) -> Formula:
     """Autograd state of one attached prefix."""
     t, vision = Tokens(work, work.prompt_tokens), work.spec.vision
-    saved = _tokens(work.local(work.prompt_tokens)) * t.kept(work.layers)
+    saved = _tokens(work.local(work.prompt_tokens)) * (t.kept(work.layers) + part("last layer", t.last()))
     if vision is None or not work.vision_grad:
         return saved
-    return saved + n(vision.depth, "blocks") * patches_bytes(work, (1, 0) if work.recompute else (8, 4))
+    blocks = n(vision.depth, "blocks") * patches_bytes(work, (1, 0) if work.recompute else (8, 4))
+    return saved + blocks + n(work.patches, "patches") * part("ends of the tower", tower_ends(work, vision))
+
+
+def tower_ends(work: Work, vision: VisionSpec) -> Formula:
+    """Saved of a patch beside the blocks: pixels, the projector's norm, linears and GELU; FP32 cosines and sines."""
+    elements = pixels(vision) + n(4) * n(vision.hidden, "tower hidden")
+    angles = n(2) * n(vision.hidden // vision.heads, "tower head") * n(4, "B")
+    return elements * n(work.itemsize, "B") + n(4, "B of the norm") + angles
+
+
+def tower_forward(work: Work) -> Formula:
+    """Temporaries of the tower over its patches: pixels, hidden states, gate and up one by one and both together."""
+    vision = work.spec.vision
+    if vision is None:
+        return NOTHING
+    each = pixels(vision) + n(5) * n(vision.hidden, "tower hidden") + n(4) * n(vision.ffn, "tower ffn")
+    return n(work.patches, "patches") * each * n(work.itemsize, "B")
+
+
+def pixels(vision: VisionSpec) -> Formula:
+    """Numbers of one patch as the processor gives them."""
+    return n(vision.channels, "channels") * n(vision.temporal_patch, "frames") * n(vision.patch) * n(vision.patch)
 
 
 def megatron_prefix(work: Work, attached: bool) -> Formula:
     """Temporaries of one prefix forward."""
     t, tokens = Tokens(work, work.prompt_tokens), work.local(work.prompt_tokens)
-    forward = largest(_tokens(tokens) * t.forward(), patches_bytes(work, (5, 3)))
+    forward = largest(_tokens(tokens) * t.forward(), tower_forward(work))
     staged = n(2) * _tokens(tokens) * t.layer_input() if attached else NOTHING
     full = _tokens(tokens) * t.layer() if attached and not work.recompute else NOTHING
     return forward + staged + full + _sent(work, tokens)
@@ -172,13 +208,16 @@ def _suffix(work: Work) -> Formula:
     tokens = work.responses * work.local(work.response_tokens)
     t = Tokens(work, work.prompt_tokens + work.response_tokens)
     again = (t.layer() if work.recompute else NOTHING) + n(2) * t.scores()
-    return _tokens(tokens) * (t.kept(work.layers_in_flight) + again) + _head(work, tokens) + _sent(work, tokens)
+    layer = t.kept(work.layers_in_flight) + again + t.in_flight()
+    return _tokens(tokens) * layer + _head(work, tokens) + _sent(work, tokens)
 
 
 def _prefix_backward(work: Work) -> Formula:
     t, tokens = Tokens(work, work.prompt_tokens), work.local(work.prompt_tokens)
-    language = _tokens(tokens) * (t.layer() + n(2) * t.layer_input() + n(2) * t.scores()) + _sent(work, tokens)
-    return largest(language, patches_bytes(work, (10, 4)) if work.vision_grad else NOTHING)
+    layer = t.layer() + n(2) * t.layer_input() + n(2) * t.scores() + t.in_flight()
+    tower = (10, 4 if work.spec.moe else 7)
+    language = _tokens(tokens) * layer + _sent(work, tokens)
+    return largest(language, patches_bytes(work, tower) if work.vision_grad else NOTHING)
 
 
 def megatron_whole(work: Work) -> Formula:

@@ -81,8 +81,13 @@ def head_of_another_model(plan: Plan) -> Iterator[Plan]:
 
 @mutant("asked")
 def executable_after_all(plan: Plan) -> Iterator[Plan]:
-    if plan.not_executable:
-        yield plan.model_copy(update={"not_executable": ()})
+    for i in range(len(plan.not_executable)):
+        yield plan.model_copy(update={"not_executable": (*plan.not_executable[:i], *plan.not_executable[i + 1 :])})
+
+
+@mutant("asked")
+def refused_without_a_ground(plan: Plan) -> Iterator[Plan]:
+    yield plan.model_copy(update={"not_executable": (*plan.not_executable, "engine none: it is not there")})
 
 
 # ---- the graph

@@ -21,8 +21,7 @@ summary\.warnings(\.\*)?
 summary\.layout\.(classes|tensors)\.\*\.(why|needs)
 summary\.solvers\.\*\.(name|objective)
 summary\.runners_up\.\*\.why_not
-infeasible\.remedies\.\*\.shrinks(\.\*)?
-not_executable\.\*""",
+infeasible\.remedies\.\*\.shrinks(\.\*)?""",
     "predicted seconds": r"""summary\.layout\.(exchange_s|between_nodes_bytes)
 summary\.layout\.classes\.\*\.(decode_s|rebuild_s)
 summary\.layout\.alternatives\.\*\.seconds
@@ -78,8 +77,6 @@ def reason(plan: dict[str, Any], edit: Edit) -> str:
         return "one report fewer"
     if edit.pattern.startswith("programs.") and isinstance(edit.path[-1], int) and len(edit.path) == 3:
         return _steps(plan, edit) if edit.how == "swap" else ""
-    if edit.pattern == "not_executable.*" and len(plan["not_executable"]) == 1:
-        return ""
     for why, patterns in FREE.items():
         if _is(patterns, edit.pattern):
             return why

@@ -21,6 +21,7 @@ class HostFacts:
     rolls_out: bool = True
     runs: bool = True
     on_cpu: bool = True
+    families: frozenset[str] = frozenset({"qwen2_5_vl"})
     whole_sequences: bool = False
     overlaps_update: bool = True
     transposed: frozenset[str] = frozenset({"o", "down"})

@@ -14,10 +14,31 @@ from rollplex.backends.megatron import sizes
 from rollplex.backends.ordering import grouped
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
+from rollplex.ir.spec import VisionSpec
 from rollplex.ir.work import Work
 
 HEAD_CHUNK_TOKENS = 2048
 """The head runs over this many tokens at a time outside the naive schedule."""
+
+
+def _tower_forward(work: Work) -> int:
+    """Live temporaries of the tower: its pixels; gate, up and both together, beside hidden states and their norm."""
+    v = work.spec.vision
+    if v is None:
+        return 0
+    pixels = v.channels * v.temporal_patch * v.patch**2
+    return work.patches * (pixels + 5 * v.hidden + 4 * v.ffn) * work.itemsize
+
+
+def _gated_backward(work: Work, ffn: int) -> int:
+    """Gradients in flight in the backward of an MLP of this width: of its product, of gate and of up; none of MoE."""
+    return 3 * ffn * work.itemsize if work.spec.moe is None else 0
+
+
+def _ends(work: Work, v: VisionSpec) -> int:
+    """What the tower saves of a patch beside its blocks: its pixels, angles, the projector's norm and two linears."""
+    pixels = v.channels * v.temporal_patch * v.patch**2
+    return (pixels + 4 * v.hidden) * work.itemsize + 4 + 8 * (v.hidden // v.heads)
 
 
 @dataclass(frozen=True)
@@ -27,8 +48,9 @@ class MegatronFacts:
     name: str = "megatron"
     trains: bool = True
     rolls_out: bool = False
-    runs: bool = False
+    runs: bool = True
     on_cpu: bool = True
+    families: frozenset[str] = frozenset({"qwen2_5_vl"})
     whole_sequences: bool = False
     overlaps_update: bool = True
     transposed: frozenset[str] = frozenset({"o", "down", "expert_down"})
@@ -50,10 +72,21 @@ class MegatronFacts:
         if work.on_cpu:
             return sizes.prefix_saved_bytes(work)
         s, tokens = work.spec, work.prefix_tokens
-        layers = self._kept(work, work.context, work.layers)
+        layers = self._kept(work, work.context, work.layers) + self._last(work)
         block = a.vision_input_bytes(work) if work.recompute else a.vision_block_bytes(work)
-        tower = work.patches * block * s.vision.depth if s.vision and work.vision_grad else 0
+        tower = work.patches * (block * s.vision.depth + _ends(work, s.vision)) if s.vision and work.vision_grad else 0
         return tokens * layers + tower
+
+    def _last(self, work: Work) -> int:
+        """Beside what a checkpoint keeps of it: of the last layer only keys and values are made, outside of one.
+
+        Its norm's input and output, what its projection reads, cosines and sines; and the angles that all layers share.
+        """
+        s, angles = work.spec, 4 * work.spec.head_dim
+        if not work.recompute:
+            return angles
+        heads = s.heads * s.head_dim // work.tp + 4 * s.head_dim
+        return 2 * a.layer_input_bytes(work) + heads * work.itemsize + 8 + angles
 
     def prefix_workspace_bytes(self, work: Work, attached: bool) -> int:
         """One layer's forward, or the tower's; an attached prefix also stages two layer inputs for the link."""
@@ -62,7 +95,7 @@ class MegatronFacts:
         tokens, context = work.prefix_tokens, work.context
         staging = 2 * tokens * a.layer_input_bytes(work) if attached else 0
         full = tokens * a.layer_bytes(work, context) if attached and not work.recompute else 0
-        forward = max(tokens * a.layer_forward_bytes(work, context), a.vision_forward_bytes(work))
+        forward = max(tokens * a.layer_forward_bytes(work, context), _tower_forward(work))
         return forward + staging + full + self._sent(work, tokens)
 
     def score_workspace_bytes(self, work: Work) -> int:
@@ -83,7 +116,8 @@ class MegatronFacts:
     def _suffix_step(self, work: Work) -> int:
         """Of the stage that keeps most layers of steps in flight, with the head of the last."""
         tokens, context = self._suffix_tokens(work), work.context + work.response_tokens
-        step = tokens * (self._kept(work, context, work.layers_in_flight) + a.backward_bytes(work, context))
+        layer = a.backward_bytes(work, context) + _gated_backward(work, work.spec.ffn // work.tp)
+        step = tokens * (self._kept(work, context, work.layers_in_flight) + layer)
         return step + self._head(work, tokens) + self._sent(work, tokens)
 
     def _kept(self, work: Work, context: int, layers: int) -> int:
@@ -91,9 +125,11 @@ class MegatronFacts:
         return layers * a.layer_input_bytes(work) if work.recompute else a.layers_bytes(work, context, layers)
 
     def _prefix_backward(self, work: Work) -> int:
-        vision = work.patches * (a.vision_block_bytes(work) + 2 * a.vision_input_bytes(work)) if work.vision_grad else 0
-        tokens, context = work.prefix_tokens, work.context
+        block = a.vision_block_bytes(work) + 2 * a.vision_input_bytes(work)
+        v, tokens, context = work.spec.vision, work.prefix_tokens, work.context
+        vision = work.patches * (block + _gated_backward(work, v.ffn)) if v and work.vision_grad else 0
         layer = a.layer_bytes(work, context) + 2 * a.layer_input_bytes(work) + 2 * a.scores_bytes(work, context)
+        layer += _gated_backward(work, work.spec.ffn // work.tp)
         return max(tokens * layer + self._sent(work, tokens), vision)
 
     def _suffix_tokens(self, work: Work) -> int:

@@ -48,8 +48,9 @@ class VllmFacts:
     name: str = "vllm"
     trains: bool = False
     rolls_out: bool = True
-    runs: bool = False
+    runs: bool = True
     on_cpu: bool = True
+    families: frozenset[str] = frozenset({"qwen2_5_vl"})
     large_cpu_blocks: bool = True
     cpu_head_dims: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
     whole_sequences: bool = False

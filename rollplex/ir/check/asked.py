@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rollplex.ir.check.degrees import check_degrees
+from rollplex.ir.check.executable import executable
 from rollplex.ir.check.facts import ROLLOUT_COMPLETE, TIMELINE, TOWER, Facts
 from rollplex.ir.check.graph import is_call
 from rollplex.ir.check.pieces import check_pieces
@@ -17,7 +18,6 @@ from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.sizes import check_sizes
 from rollplex.ir.check.update import LARGEST_PAGE
 from rollplex.ir.check.weight_classes import check_weight_classes
-from rollplex.ir.engines import runs
 from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.job_schema import OVERLAPPED
@@ -240,30 +240,6 @@ def rollout_tower(facts: Facts, job: Job) -> Iterator[Violation]:
         says = "has" if own else "lacks"
         what = f"it {says} a vision tower of its own, the job's mm_encoder_tp_mode is {'weights' if cuts else 'data'}"
         yield Violation("asked", what, where="rollout")
-
-
-def executable(facts: Facts, job: Job) -> Iterator[Violation]:
-    """A plan for engines that nothing runs says so: `run` and the first line of the page rely on it."""
-    told = facts.plan.not_executable
-    sections = [s for role in job.roles.values() for s in (role.train, role.score, role.rollout) if s]
-    asked = [f"engine {e}" for e in sorted({s.engine for s in sections}) if not runs(e, job.on_host)]
-    if job.cluster.nodes > 1:
-        asked.append(f"{job.cluster.nodes} nodes")
-    trainers = [s for role in job.roles.values() for s in (role.train, role.score) if s and s.engine == "host"]
-    if (cut := max((s.tensor_parallel for s in trainers), default=1)) > 1:
-        asked.append(f"tensor_parallel {cut}")
-    if job.schedule == "disaggregated":
-        asked.append("schedule disaggregated")
-    shared = any(o.readers for o in facts.objects.values())
-    if job.on_host and not shared and any(job.trainer(role).engine != "host" for role in job.trained):
-        asked.append("a second copy of the weights")
-    if job.workload.prompts % job.engines:
-        asked.append(f"{job.workload.prompts} prompts over {job.engines} rollout engines")
-    if job.workload.turns is not None and {s.engine for s in sections} != {"host"}:
-        asked.append(f"{job.workload.turns.count} turns")
-    for feature in asked:
-        if not any(reason.startswith(feature) for reason in told):
-            yield Violation("asked", f"no backend executes {feature}, and not_executable leaves it out")
 
 
 CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
