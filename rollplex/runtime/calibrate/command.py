@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rollplex import __version__
 from rollplex.backends.cuda.machine import cards, driver_version
 from rollplex.backends.cuda.mps import Mps
-from rollplex.ir.calibration import Calibration, Shape
+from rollplex.ir.calibration import Calibration, Shape, read_calibration
 from rollplex.ir.errors import JobError, RunError
 from rollplex.ir.job import Job
 from rollplex.runtime.calibrate.grid import Grid
-from rollplex.runtime.calibrate.measure import Measurement, Tell
+from rollplex.runtime.calibrate.measure import Measured, Measurement, Tell
 from rollplex.runtime.calibrate.station import StationProcess, bench_command
 
 SHARES = {"decode": 0.55, "prefix": 0.25}
@@ -35,50 +36,54 @@ def calibrate(
     """
     check_job(job)
     check_place(out)
-    gpu = check_gpu(job, cards()[0].name if cards() else "")
+    seen = cards()
+    gpu = check_gpu(job, seen[0].name if seen else "")
     with ExitStack() as stack:
-        environment = {**os.environ, **stack.enter_context(Mps.running()).environment(), "CUDA_MODULE_LOADING": "LAZY"}
-        stations = [stack.enter_context(_station(job, name, environment)) for name in SHARES]
-        for station in stations:
+        environment = {**os.environ, **stack.enter_context(Mps.running()).environment()}
+        decode, prefix = (stack.enter_context(_station(job, name, environment)) for name in SHARES)
+        for station in (decode, prefix):
             station.wait()
-        decode, prefix = stations
         grid = Grid.of(job, decode.facts["sms"], seconds, quick)
         begin(grid)
         measurement = Measurement(decode, prefix, grid, tell)
-        versions = {name: str(decode.facts[name]) for name in ("torch", "cuda")}
-        versions |= {"driver": driver_version(), "rollplex": __version__}
-        try:
+        with written(measurement.found, grid, gpu, job, decode.facts, out):
             measurement.run()
-        finally:
-            if measurement.found.rates_done:
-                found = measurement.found.calibration(grid, gpu, Shape.of(job), decode.facts["device"], versions)
-                write_whole(out, found.to_json())
-        return found
+    return read_calibration(out)
 
 
-def _station(job: Job, name: str, environment: dict[str, str]):
+@contextmanager
+def written(found: Measured, grid: Grid, gpu: str, job: Job, facts: Mapping[str, Any], out: Path) -> Iterator[None]:
+    """However the block ends, what is whole by then is in the file."""
+    versions = {name: str(facts[name]) for name in ("torch", "cuda")}
+    versions |= {"driver": driver_version(), "rollplex": __version__}
+    try:
+        yield
+    finally:
+        if found.rates_done:
+            made = found.calibration(grid, gpu, Shape.of(job), facts["device"], versions)
+            write_whole(out, made.to_json())
+
+
+def _station(job: Job, name: str, environment: dict[str, str]) -> AbstractContextManager[StationProcess]:
     tp = job.rollout_tp if name == "decode" else job.train_tp
     told = {"shape": Shape.of(job).model_dump(), "tp": tp, "share": SHARES[name], "decoding": name == "decode"}
     return StationProcess.started(name, bench_command(told), environment)
 
 
 def check_job(job: Job) -> None:
-    """Only jobs for GPUs, of dense models in bfloat16."""
+    """Only jobs for GPUs, of dense models."""
     if job.on_host:
         raise JobError("cluster.gpu is cpu, and a GPU is calibrated", hint="cluster.gpu=H200, or the GPU at hand")
     if job.spec.moe is not None:
         what = f"{job.spec.name} has experts, and what stands for a model here has none"
         raise JobError(what, hint="predictions rest on data-sheet figures without a calibration")
-    if job.model.dtype != "bfloat16":
-        raise JobError(f"model.dtype is {job.model.dtype}, and GPUs are measured in bfloat16", hint="dtype: bfloat16")
 
 
 def check_place(out: Path) -> None:
     """Found out before anything is measured."""
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise RunError(
-            f"cannot write into {out.parent}", where=f"--out {out}", hint="name a file in a directory of yours"
-        )
+        hint = "name a file in a directory of yours"
+        raise RunError(f"cannot write into {out.parent}", where=f"--out {out}", hint=hint)
 
 
 def check_gpu(job: Job, found: str) -> str:

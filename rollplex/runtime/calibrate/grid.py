@@ -1,7 +1,7 @@
 """What a calibration measures for a job, and for how long: the points of every rate and of the co-run surface.
 
 Qwen2.5-VL-3B, 4 prompts of 6000 tokens x 8, 132 SMs
-batches 1 4 16 32     chunks 1024 2048 6000     SMs 32 64 80 96 132     60 points of 2.0 s and 12 without anything beside
+batches 1 4 16 32     chunks 1024 2048 6000     SMs 32 64 80 96 132     60 points of 2 s, and 7 with nothing beside
 """
 
 from __future__ import annotations

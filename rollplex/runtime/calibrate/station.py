@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
@@ -106,7 +106,8 @@ class StationProcess:
 
     def _end(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
+            with suppress(BrokenPipeError):  # it is gone, and did not hear the last question
+                assert pipe is not None
                 pipe.close()
         try:
             self.process.wait(END_S)
