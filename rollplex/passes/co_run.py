@@ -174,9 +174,18 @@ def solved(surface: Surface, parts: Sequence[Part], prefix_s: float, ways: Seque
 
 
 def _prolonged(chosen: CoRun, options: Sequence[Sequence[Option]], ways: Sequence[Way]) -> Iterator[Way]:
-    """Behind the last prefix any way is as good: should prefixes take longer than predicted, the best by itself is."""
+    """Behind the last prefix any way is as good: should some be left after all, the cheapest for a second hidden is."""
     left = chosen.prefix_s
     for row, of_part in zip(chosen.rows, options, strict=True):
-        best = max(range(len(ways)), key=lambda m, of=of_part: of[m].hidden - of[m].cost)
-        yield Way(row.chunk_tokens, row.sms) if left > 1e-6 else ways[best]
+        yield Way(row.chunk_tokens, row.sms) if left > TINY_S else ways[_cheapest(of_part)]
         left -= row.hidden_s
+
+
+def _cheapest(options: Sequence[Option]) -> int:
+    """The way that costs decode least for what it hides; to wait, where each costs more than it hides."""
+    worth = [m for m, option in enumerate(options) if option.hidden > option.cost]
+    return min(worth, key=lambda m: options[m].cost / options[m].hidden, default=0)
+
+
+TINY_S = 1e-5
+"""Rows are rounded to a microsecond."""

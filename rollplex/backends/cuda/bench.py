@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
 import torch
 
 from rollplex.backends.cuda import bench_rates as rates
+from rollplex.backends.cuda.partition import Partition
 from rollplex.backends.cuda.proxy import Proxy, RankShape
 from rollplex.ir.calibration import Shape
 
@@ -65,7 +66,7 @@ class Bench(Repeated):
         torch.cuda.set_device(self.device)
         self._room = share * torch.cuda.get_device_properties(0).total_memory
         self._proxy = Proxy(shape, self.device, self._room / 3, decoding)
-        self._partitions: dict[int, Any] = {}
+        self._partitions: dict[int, Partition] = {}
         self._read: tuple[object, ...] = ()
 
     def facts(self) -> Answer:
@@ -136,20 +137,8 @@ class Bench(Repeated):
         if not sms:
             return nullcontext()
         if sms not in self._partitions:
-            from torch.cuda.green_contexts import GreenContext
-
-            self._partitions[sms] = GreenContext.create(num_sms=sms, device_id=0)
-        return partition(self._partitions[sms])
-
-
-@contextmanager
-def partition(context: Any) -> Iterator[None]:
-    """Kernels that the block launches run on a green context's SMs."""
-    context.set_context()
-    try:
-        yield
-    finally:
-        context.pop_context()
+            self._partitions[sms] = Partition(0, sms)
+        return self._partitions[sms]()
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
