@@ -63,10 +63,10 @@ def test_the_grid_is_of_the_jobs_shapes(tmp_path: Path) -> None:
 
 
 def test_the_budget_is_shared_out_to_points(tmp_path: Path) -> None:
-    """67 points and their settling in what starting up leaves; no point is shorter than half a second."""
+    """67 points and what turning to each takes, in what starting up leaves; none is shorter than half a second."""
     job = job_of(tmp_path)
-    assert Grid.of(job, SMS, 240).point_s == 2.0
-    assert Grid.of(job, SMS, 140).point_s == pytest.approx((140 - 70) / 67 - 0.2)
+    assert Grid.of(job, SMS, 600).point_s == 2.0
+    assert Grid.of(job, SMS).point_s == pytest.approx((240 - 70) / 67 - 0.6)
     assert Grid.of(job, SMS, 10).point_s == 0.5
 
 
@@ -344,5 +344,6 @@ def test_a_ring_holds_what_there_is_room_for() -> None:
     proxy = Proxy(SMALL, torch.device("cpu"), 1.0)
     assert proxy.ring == 2
     assert proxy.prefix(proxy.hidden(5)).shape == (5, 16)
-    assert proxy.linears(2, proxy.hidden(5)).shape == (5, 16)
+    sizes = [tuple(found.shape) for found in proxy.linears(2, proxy.inputs(5))]
+    assert sizes == [(5, 64), (5, 16), (5, 48), (5, 16)]
     assert len(proxy.cache(2, 3, 1e9)) == 3

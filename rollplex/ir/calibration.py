@@ -183,14 +183,14 @@ class Surface(Section):
 
     @cached_property
     def _curves(self) -> dict[tuple[int, int], tuple[Curve, Curve]]:
-        """By chunk and SMs, over the batch: decode's slowdown, and the prefix rate against that of the best chunk."""
+        """By chunk and SMs, over the batch: decode's slowdown, and the rate of such chunks against theirs alone."""
         alone = {row.batch: row.seconds for row in self.decode}
-        best = max(row.tokens_per_s for row in self.prefix)
+        rate = {row.chunk_tokens: row.tokens_per_s for row in self.prefix}
         found: dict[tuple[int, int], tuple[Curve, Curve]] = {}
         for key in {(row.chunk_tokens, row.sms) for row in self.rows}:
             rows = [row for row in self.rows if (row.chunk_tokens, row.sms) == key]
             slower = Curve.of((row.batch, row.step_s / alone[row.batch]) for row in rows)
-            found[key] = slower, Curve.of((row.batch, row.tokens_per_s / best) for row in rows)
+            found[key] = slower, Curve.of((row.batch, row.tokens_per_s / rate[row.chunk_tokens]) for row in rows)
         return found
 
 

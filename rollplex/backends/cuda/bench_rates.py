@@ -27,11 +27,11 @@ HANDLE_BYTES = 256 << 20
 
 def gemm_tflops(proxy: Proxy, tokens: int) -> float:
     """TFLOP/s of a layer's linears on so many tokens."""
-    x, layers = proxy.hidden(tokens), proxy.ring
+    inputs, layers = proxy.inputs(tokens), proxy.ring
 
     def all_layers() -> None:
         for layer in range(layers):
-            proxy.linears(layer, x)
+            proxy.linears(layer, inputs)
 
     return layers * tokens * proxy.shape.layer_flops / timed(all_layers) / 1e12
 

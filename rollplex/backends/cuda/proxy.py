@@ -10,6 +10,7 @@ responses of a group share no pages, a chunk attends to itself alone, and no vis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -134,13 +135,13 @@ class Proxy:
             hidden = self._behind(layer, hidden, found[0].transpose(0, 1).flatten(1))
         return hidden
 
-    def linears(self, layer: int, hidden: Tensor) -> Tensor:
+    def inputs(self, tokens: int) -> dict[str, Tensor]:
+        """What goes into each of a layer's linears."""
+        return {name: self._random(tokens, columns) for name, (_, columns) in self.shape.linears.items()}
+
+    def linears(self, layer: int, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """One layer's linears alone, for their rate."""
-        weights, s = self.weights[layer % self.ring], self.shape
-        attended = F.linear(hidden, weights["qkv"])[:, : s.heads * s.head_dim]
-        hidden = F.linear(attended.contiguous(), weights["o"])
-        gate, _ = F.linear(hidden, weights["gate_up"]).chunk(2, -1)
-        return F.linear(gate.contiguous(), weights["down"])
+        return [F.linear(inputs[name], weight) for name, weight in self.weights[layer % self.ring].items()]
 
     def _heads(self, layer: int, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [b, heads, t, head_dim] of hidden [b, t, h]."""

@@ -14,8 +14,8 @@ SECONDS = 240.0
 STARTING_S = 70.0
 """Processes start, rates are measured, graphs are captured."""
 LEAST_S, MOST_S, QUICK_S = 0.5, 2.0, 0.5
-SETTLE_S = 0.2
-"""Both sides are at work before a point is measured."""
+SETTLE_S, TURNING_S = 0.2, 0.6
+"""Before a point is measured both sides are at work; that, a first forward and the end of the last are its own."""
 EIGHTHS, QUICK_EIGHTHS = (2, 4, 5, 6), (4, 5)
 """Partitions, in eighths of the SMs."""
 SM_STEP = 8
@@ -47,7 +47,7 @@ class Grid:
         parts = sorted({max(SM_STEP, e * all_sms // 8 // SM_STEP * SM_STEP) for e in eighths} - {all_sms})
         sms = (*(n for n in parts if n < all_sms), all_sms)
         points = len(batches) * (1 + len(chunks) * len(sms)) + len(chunks)
-        each = QUICK_S if quick else min(MOST_S, max(LEAST_S, (seconds - STARTING_S) / points - SETTLE_S))
+        each = QUICK_S if quick else min(MOST_S, max(LEAST_S, (seconds - STARTING_S) / points - TURNING_S))
         longest = prompt + job.workload.response_tokens
         return cls(
             batches=batches,
