@@ -10,16 +10,22 @@ import io
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 from rollplex.backends.cuda.bench import Repeated, serve
+from rollplex.backends.cuda.machine import Card
+from rollplex.backends.cuda.mps import Mps
 from rollplex.backends.cuda.proxy import Proxy, RankShape, ring
+from rollplex.cli import app
 from rollplex.ir.calibration import Shape, read_calibration
 from rollplex.ir.errors import EngineError, JobError, RunError
 from rollplex.ir.job import Job, load_job
@@ -41,6 +47,8 @@ roles:
 workload: {prompts: 4, group: 8, prompt_tokens: 6000, response_tokens: 512, response_median: 300}
 """
 SMS = 132
+SOLVED = "sharing: {kind: solved}\n"
+FACTS = {"torch": "2.11.0", "cuda": "13.0", "device": "NVIDIA H200"}
 
 
 def job_of(folder: Path, *overrides: str) -> Job:
@@ -113,6 +121,13 @@ class FakeStation:
     mark_s: float = 0.0
     tokens: int = 0
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"sms": SMS, **FACTS}
+
+    def wait(self) -> None:
+        """It is ready."""
+
     def ask(self, what: str, **about: Any) -> dict[str, Any]:
         world = self.world
         world.asked.append(what)
@@ -147,9 +162,6 @@ class FakeStation:
 def measurement(world: World, grid: Grid, told: list[str]) -> Measurement:
     sides = (FakeStation(world, True), FakeStation(world, False))
     return Measurement(*sides, grid, lambda what, figure: told.append(f"{what}: {figure}"), sleep=world.sleep)
-
-
-FACTS = {"torch": "2.11.0", "cuda": "13.0", "device": "NVIDIA H200"}
 
 
 def test_what_is_measured_is_what_the_gpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +206,25 @@ def test_nothing_is_lost_when_it_ends_early(tmp_path: Path, monkeypatch: pytest.
             continue
         surface = read_calibration(out).surface
         assert (surface.batches if surface else None) == batches
+
+
+def test_the_command_writes_a_file_that_its_job_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the terminal to the file, with nothing faked but the GPU; the job may name the file before it is there."""
+    world = World()
+    monkeypatch.setattr(command, "driver_version", lambda: "580")
+    monkeypatch.setattr(command, "cards", lambda: [Card("0", "GPU-1", "NVIDIA H200", 1 << 30)])
+    monkeypatch.setattr(command.Mps, "running", lambda: nullcontext(Mps(tmp_path, "", owned=False)))
+    monkeypatch.setattr(command, "_station", lambda _, name, env: nullcontext(FakeStation(world, name == "decode")))
+    monkeypatch.setattr(command, "Measurement", partial(Measurement, sleep=world.sleep))
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.replace("host_memory_gb: 128", "host_memory_gb: 128, calibration: h200.json") + SOLVED)
+    told = CliRunner().invoke(app, ["calibrate", str(path), "--out", str(tmp_path / "h200.json"), "--quick"])
+    assert told.exit_code == 0, told.output
+    assert "measuring  decode batches 4 32  prefix chunks 6000  SMs 64 80 132" in told.output
+    assert "batch 4 beside chunks of 6000 without a partition" in told.output
+    job = load_job(path)
+    assert job.cluster.calibration
+    assert f"6 points beside each other, digest {job.cluster.calibration.digest}" in told.output
 
 
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
