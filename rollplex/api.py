@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +25,14 @@ from rollplex.ir.plugins import DISABLE, GROUPS, Plugin, declared, disabled
 from rollplex.ir.stopwatch import stage
 
 if TYPE_CHECKING:
+    from rollplex.ir.calibration import Calibration
     from rollplex.ir.dsl import Algorithm
     from rollplex.ir.explanation import Explanation
     from rollplex.ir.job_auto import JobSet
     from rollplex.passes.base import Pass
     from rollplex.passes.pipeline import OnPass, PassReport
+    from rollplex.runtime.calibrate.grid import Grid
+    from rollplex.runtime.calibrate.measure import Tell
     from rollplex.runtime.events import Progress
     from rollplex.runtime.run import RunResult
 
@@ -202,6 +205,32 @@ def rule_count() -> int:
     from rollplex.ir.checker import RULES
 
     return len(RULES)
+
+
+# ---- calibrate
+
+
+def calibrate(
+    job: str | Path,
+    overrides: Sequence[str],
+    out: Path,
+    *,
+    seconds: float | None = None,
+    quick: bool = False,
+    tell: Tell,
+    begin: Callable[[Grid], None],
+) -> Calibration:
+    """Measure this machine's GPU for a job and write the file that its `cluster.calibration` names.
+
+    What the job says of an earlier calibration, and of sharing that needs one, is left aside. Raises RollplexError.
+    """
+    from rollplex.ir.job_auto import load_jobs
+    from rollplex.runtime.calibrate.command import calibrate as measure
+    from rollplex.runtime.calibrate.grid import SECONDS
+
+    aside = ("cluster.calibration=null", "sharing={kind: mps}")
+    loaded = load_jobs(job, [*overrides, *aside]).only(str(job))
+    return measure(loaded, out, SECONDS if seconds is None else seconds, quick, tell, begin)
 
 
 # ---- tables

@@ -172,6 +172,27 @@ def run(
 
 
 @app.command()
+def calibrate(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="the job, a YAML file")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the file that cluster.calibration names")],
+    overrides: Overrides = None,
+    set_: Set = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="about how long it may take (default: 240)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="few points, a minute in all")] = False,
+) -> None:
+    """Measure this machine's GPU at a job's shapes: rates, and decode and prefixes beside each other."""
+    from rollplex.watch import CalibrationWatch
+
+    with CalibrationWatch(terminal.out()) as watch:
+        found = api.calibrate(
+            job, _overrides(overrides, set_), out, seconds=seconds, quick=quick, tell=watch.tell, begin=watch.begin
+        )
+    rows = len(found.surface.rows) if found.surface else 0
+    terminal.out().print(f"\nwritten    {out}  {rows} points beside each other, digest {found.digest}")
+    terminal.out().print(f"use it     cluster: {{calibration: {out.name}}}  sharing: {{kind: solved}}")
+
+
+@app.command()
 def passes() -> None:
     """List the passes in order: what each does, the fact it makes, the package it is from."""
     from rollplex.show.tables import passes_table

@@ -5,10 +5,19 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from rollplex.ir.errors import Problem
 from rollplex.ir.plan import Plan
+from rollplex.runtime.calibrate.grid import Grid
 from rollplex.runtime.events import (
     CheckpointWritten,
     EnginesReady,
@@ -95,3 +104,34 @@ class RunWatch:
 
     def _say(self, text: str) -> None:
         (self._bar.console if self._bar is not None else self.console).print(text)
+
+
+class CalibrationWatch:
+    """Every figure of a calibration as a line, under them a bar on a terminal; use it as a context."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def begin(self, grid: Grid) -> None:
+        """So many figures are to come."""
+        batches, chunks, sms = (" ".join(map(str, n)) for n in (grid.batches, grid.chunks, grid.sms))
+        self.console.print(f"measuring  decode batches {batches}  prefix chunks {chunks}  SMs {sms}")
+        if self.console.is_terminal:
+            self._bar = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), transient=True)
+            self._task = self._bar.add_task("", total=grid.figures)
+            self._bar.start()
+
+    def tell(self, what: str, figure: str) -> None:
+        """One more figure."""
+        (self._bar.console if self._bar else self.console).print(f"{what:<52} {figure}")
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task)
+
+    def __enter__(self) -> CalibrationWatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()

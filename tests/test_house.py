@@ -202,5 +202,5 @@ def test_what_is_printed_in_documents_is_what_is_printed(script: str) -> None:
 def test_every_command_is_documented() -> None:
     """The README names every command."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    for command in ("compile", "verify", "run", "passes", "plugins", "models", "gpus", "doctor"):
+    for command in ("compile", "verify", "run", "calibrate", "passes", "plugins", "models", "gpus", "doctor"):
         assert re.search(rf"rollplex .*\b{command}\b", readme)

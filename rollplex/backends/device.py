@@ -7,10 +7,12 @@ lanes           threads                           streams
 working         storages that operators make      the allocator's own peak
 settle          nothing                           wait for the kernels that were launched
 trim            nothing                           hand cached blocks back: other processes share the GPU
+partition       nothing: a core is a core         kernels of a block on so many SMs (green contexts, under MPS)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -57,6 +59,10 @@ class Device(Protocol):
 
     def trim(self) -> None:
         """Keep no free memory for later."""
+        ...
+
+    def partition(self, sms: int) -> Callable[[], AbstractContextManager[None]]:
+        """A part of the device: what a block under it computes runs on so many SMs; EngineError where it cannot be."""
         ...
 
 

@@ -48,6 +48,7 @@ class Gpu:
     note: str = ""
     page_bytes: int = 2 * 2**20
     capacity_from_job: bool = False
+    measured_link_gb_s: float | None = None
 
     @property
     def usable_gib(self) -> float:
@@ -71,7 +72,7 @@ class Gpu:
     @property
     def host_link_gb_s(self) -> float:
         """GB/s between HBM and pinned host memory, each way, with both directions busy."""
-        return self.pcie_gb_s / 2 * HOST_LINK_SHARE
+        return self.measured_link_gb_s or self.pcie_gb_s / 2 * HOST_LINK_SHARE
 
 
 GPUS: tuple[Gpu, ...] = (

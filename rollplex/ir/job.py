@@ -107,8 +107,9 @@ class Job(Section):
 
     @cached_property
     def device(self) -> Gpu:
-        """The GPU type."""
-        return load_gpu(self.cluster.gpu)
+        """The GPU type, with the host link that was measured."""
+        gpu, measured = load_gpu(self.cluster.gpu), self.cluster.calibration
+        return replace(gpu, measured_link_gb_s=measured.link.both_gb_s) if measured else gpu
 
     @property
     def on_host(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, cast
 
+from rollplex.ir.calibration_checks import calibration_rules
 from rollplex.ir.decay import decay_rules
 from rollplex.ir.engines import Work, can, engine, engine_names, is_so
 from rollplex.ir.errors import JobError, PluginError
@@ -43,6 +44,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     if not bad_roles and not bad_pools:
         findings += [*_ratio(job), *_batches(job), *_sampled(job), *streamed_rules(job)]
     if not bad_roles and not no_model:
+        findings += calibration_rules(job)
         findings += [*serving_rules(job), *(lora_rules(job) if not bad_engines else ())]
         findings += decay_rules(job) if not bad_engines else ()
     if not findings:
@@ -324,10 +326,9 @@ def _sharing(job: Job) -> Iterator[Finding]:
     if kind == "fixed" and share is None:
         what = "kind fixed needs a `share` of the SMs, between 0 and 1"
         yield Finding(("sharing", "kind"), what, "share: 0.6", (("sharing", "share"),))
-    if kind == "mps" and share is not None:
-        yield Finding(
-            ("sharing", "share"), f"share {share:g} has no effect with kind mps", "kind: fixed", (("sharing", "kind"),)
-        )
+    if kind != "fixed" and share is not None:
+        what = f"share {share:g} has no effect with kind {kind}"
+        yield Finding(("sharing", "share"), what, "kind: fixed", (("sharing", "kind"),))
 
 
 def _chunks(job: Job) -> Iterator[Finding]:

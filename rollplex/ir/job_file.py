@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rollplex.ir.calibration import read_calibration
 from rollplex.ir.errors import JobError, Problem
 from rollplex.ir.job import Job
 from rollplex.ir.job_checks import Finding, check_job
@@ -37,11 +38,15 @@ class Override:
 
 @dataclass(frozen=True)
 class Draft:
-    """A job before it is checked: its keys and values, what was wrong in reading them, and where each stands."""
+    """A job before it is checked: its keys and values, what was wrong in reading them, and where each stands.
+
+    `unread` are keys whose files cannot be read: nothing is to be said about the job that rests on them.
+    """
 
     data: dict[str, Any]
     problems: tuple[Problem, ...]
     where: _Locator
+    unread: tuple[KeyPath, ...] = ()
 
     def put(self, values: dict[KeyPath, Any]) -> Draft:
         """The same job with other values of some keys that it has."""
@@ -68,7 +73,10 @@ def read_draft(path: Path, overrides: tuple[str, ...]) -> Draft:
         except ValueError as error:
             problems.append(Problem(str(error), f"--set {text}"))
     _resolve_paths(data, path.parent)
-    return Draft(data, tuple(problems), _Locator(source, tuple(applied)))
+    where = _Locator(source, tuple(applied))
+    unread = list(_embed_calibration(data, path.parent))
+    problems += [Problem(p.what, where(key), p.hint) for key, error in unread for p in error.problems]
+    return Draft(data, tuple(problems), where, tuple(key for key, _ in unread))
 
 
 def checked(draft: Draft) -> Job:
@@ -77,7 +85,7 @@ def checked(draft: Draft) -> Job:
     job, wrong = validate(data)
     problems += [_problem(error, where) for error in wrong]
     if job is not None:
-        suspects = [_suspect(error, data) for error in wrong]
+        suspects = [*(_suspect(error, data) for error in wrong), *draft.unread]
         problems += [f.problem(where(f.path)) for f in check_job(job) if not _doubtful(f, suspects)]
     if problems or job is None:
         raise JobError(*dict.fromkeys(problems))
@@ -187,6 +195,18 @@ def _embed_config(data: dict[str, Any], base: Path) -> None:
         with contextlib.suppress(JobError):  # told by the rule that looks the model up
             embedded["config"] = read_config(path)
     data["model"] = embedded
+
+
+def _embed_calibration(data: dict[str, Any], base: Path) -> Iterator[tuple[KeyPath, JobError]]:
+    """For a calibration given by path, put its content there; nothing where it cannot be read."""
+    cluster = data.get("cluster")
+    if not isinstance(cluster, dict) or not isinstance(cluster.get("calibration"), str):
+        return
+    try:
+        cluster["calibration"] = read_calibration(_resolve(base, cluster["calibration"])).model_dump(mode="json")
+    except JobError as error:
+        del cluster["calibration"]
+        yield ("cluster", "calibration"), error
 
 
 # ---- validation

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from rollplex.ir.calibration import Calibration
 from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB, PROCESS_HOST_MIB
 from rollplex.ir.job_engines import Parallel, Rollout, Score, Train
 from rollplex.ir.job_section import AutoOrCount, Count, NonNegative, NonNegativeCount, Positive, Section, Share
@@ -106,6 +107,11 @@ class Cluster(Section):
     )
     pinned_share: float = Field(
         default=0.85, gt=0, le=1, description="part of the host memory that may be pinned for the pool"
+    )
+    calibration: Calibration | None = Field(
+        default=None,
+        description="file that `rollplex calibrate` wrote on this GPU type for this model, relative to the job file; "
+        "predicted seconds rest on it, and sharing.kind solved needs it. A plan holds its content",
     )
     internode_gb_s: Positive = Field(default=50.0, description="network between nodes, GB/s per node and direction")
     context_gib: Gib | None = Field(
@@ -224,7 +230,11 @@ class Optimizer(Section):
 class Sharing(Section):
     """How prefix work and decode share a GPU."""
 
-    kind: Literal["mps", "fixed"] = Field(default="mps", description="mps: as MPS schedules; fixed: a share of the SMs")
+    kind: Literal["mps", "fixed", "solved"] = Field(
+        default="mps",
+        description="mps: as MPS schedules; fixed: a share of the SMs; solved: as cluster.calibration says is best, "
+        "by how many responses decode",
+    )
     share: Share | None = Field(default=None, description="part of the SMs for prefix work, with kind: fixed")
 
 

@@ -17,6 +17,7 @@ from rollplex.ir.planned_layout import LayoutSummary
 from rollplex.ir.planned_node import NodeMemory
 from rollplex.ir.planned_pool import HostPool
 from rollplex.ir.planned_rounds import Rounds
+from rollplex.ir.planned_sharing import Policy
 from rollplex.ir.planned_turns import Trajectories, TurnTimes
 from rollplex.ir.processes import ProcessKind
 from rollplex.ir.steps import Flag, Number, Seconds, Step, Strict, Whole
@@ -112,14 +113,6 @@ class Times(Strict):
     )
     streamed_s: Seconds | None = Field(default=None, description="what the step of `rollplex` would take `streamed`")
     turns: tuple[TurnTimes, ...] = Field(default=(), description="turn by turn, where there are several")
-
-
-class Policy(Strict):
-    """How the co-running processes share the GPU."""
-
-    kind: Literal["mps", "fixed", "none"]
-    share: Number | None = Field(default=None, gt=0, lt=1)
-    why: str = ""
 
 
 class SolverResult(Strict):

@@ -31,6 +31,9 @@ def streamed_rules(job: Job) -> Iterator[Finding]:
     if load.turns is not None:
         what = f"{says} trains behind a group's last response, and the turns of all trajectories end together"
         yield Finding(_SCHEDULE, what, f"{_HINT}, or no turns", (("workload", "turns"),))
+    if job.sharing.kind == "solved":
+        what = f"{says} trains beside decode, and sharing solved knows of prefixes beside it alone"
+        yield Finding(_SCHEDULE, what, f"{_HINT}, or sharing.kind: mps", (("sharing", "kind"),))
     yield from _groups(job)
 
 

@@ -78,6 +78,11 @@ class Workload(Section):
         return self.turns.count if self.turns else 1
 
     @property
+    def typical_prompt(self) -> int:
+        """Tokens of a prompt, as times are predicted for: the median where it is named, else the budget."""
+        return self.prompt_median or self.prompt_tokens
+
+    @property
     def new_tokens(self) -> int:
         """Most tokens that a later turn's history has beyond the one before: a response and an observation."""
         return self.response_tokens + (self.turns.observation_tokens if self.turns else 0)

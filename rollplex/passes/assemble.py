@@ -13,6 +13,7 @@ from rollplex.ir.plan import (
     PlannedObject,
     ProcessKind,
     Resource,
+    SolverResult,
     Summary,
     WindowSummary,
 )
@@ -23,6 +24,7 @@ from rollplex.ir.planned_rounds import Rounds
 from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import touched
 from rollplex.ir.work import patches
+from rollplex.passes.calibrated import calibration_warnings
 from rollplex.passes.candidates import Degrees
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
@@ -109,7 +111,7 @@ def summarise(module: Module) -> Summary:
     objects = planned_objects(module)
     windows = window_summaries(module, objects)
     peak = max(windows, key=lambda w: w.hbm_bytes)
-    job, residency, layout, chunks = module.job, module[Residency], module[Layout], module[Chunks]
+    job, layout, chunks = module.job, module[Layout], module[Chunks]
     return Summary(
         capacity_bytes=job.capacity_bytes,
         host_capacity_bytes=host_share(job),
@@ -129,11 +131,17 @@ def summarise(module: Module) -> Summary:
         chunks=chunks.summary,
         times=module[Estimate].times,
         policy=module[SharePolicy].policy,
-        solvers=(*layout.solvers, *residency.solvers, *chunks.solvers, *module[HostOffsets].solvers),
+        solvers=solvers(module),
         degrees=module[Degrees].chosen,
         runners_up=module[Degrees].others,
         warnings=(*warnings(module), *tight(job, peak), *crowded_out(module, windows)),
     )
+
+
+def solvers(module: Module) -> tuple[SolverResult, ...]:
+    """What every solved pass reached, in their order."""
+    facts = (module[Layout], module[Residency], module[Chunks], module[HostOffsets], module[SharePolicy])
+    return tuple(result for fact in facts for result in fact.solvers)
 
 
 def size_of(module: Module, o: StateObject) -> int:
@@ -231,6 +239,7 @@ def warnings(module: Module) -> list[str]:
     found += _sampled_again(module)
     found += tail_warnings(job)
     found += turn_warnings(module)
+    found += calibration_warnings(job)
     found += _streamed(module)
     if job.workload.response_median is None:
         found.append("no workload.response_median: decode is predicted for responses that all fill their budget")

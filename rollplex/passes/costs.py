@@ -1,15 +1,16 @@
 """Predicted seconds of the work in one iteration: a roofline over the job's model and GPU, with stated efficiencies.
 
 It says which side of an overlap is longer and what a transfer costs; it does not promise seconds. The constants below
-are assumptions read off public figures and one H200; a calibrated surface replaces them when a job has one.
+are assumptions read off public figures and one H200; what was measured replaces them where a job has a calibration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from rollplex.ir.calibration import Calibration
 from rollplex.ir.job import Job
 from rollplex.ir.lora import lora_of, served_spec
 from rollplex.ir.models import ModelSpec
@@ -48,13 +49,22 @@ class Costs:
     job: Job
 
     @cached_property
+    def measured(self) -> Calibration | None:
+        """Rates that were measured: they come before the assumed ones."""
+        return self.job.cluster.calibration
+
+    @cached_property
     def flops_per_s(self) -> float:
-        """Achievable FLOP/s of one GPU."""
+        """Achievable FLOP/s of one GPU, on as many tokens as a prompt has."""
+        if self.measured:
+            return self.measured.gemm_flops_per_s(self.prompt_tokens)
         return self.job.device.tflops_bf16 * 1e12 * COMPUTE_EFFICIENCY
 
     @cached_property
     def hbm_bytes_per_s(self) -> float:
         """Achievable HBM bytes a second of one GPU."""
+        if self.measured:
+            return self.measured.hbm_gb_s * 1e9
         return self.job.device.bandwidth_tb_s * 1e12 * BANDWIDTH_EFFICIENCY
 
     def link_s(self, nbytes: float) -> float:
@@ -95,11 +105,20 @@ class Costs:
 
     def _forward_s(self, work: Work, tokens: float, context: float) -> float:
         """One forward of the language model: its GEMMs, and two all-reduces a layer (or their halves, gathered)."""
-        compute = forward_flops(work.spec, tokens, context) / work.tp / self.flops_per_s
+        compute = self._compute_s(work.spec, tokens, context) / work.tp
         reduce = 2 * work.spec.layers * self.all_reduce_s(tokens * work.spec.hidden * work.itemsize, work.tp)
         reduce += work.spec.layers * self.all_to_all_s(work, tokens) * work.cp  # as long on each of the cp ranks
         # Stages and context ranks share both, and the launches.
         return max(compute + reduce, work.spec.layers * EAGER_LAYER_S) * work.tp / ways(work)
+
+    def _compute_s(self, spec: ModelSpec, tokens: float, context: float) -> float:
+        """All FLOPs at one rate; where rates were measured, linear layers and attention each at their own."""
+        if self.measured is None:
+            return forward_flops(spec, tokens, context) / self.flops_per_s
+        attention = tokens * attention_flops(spec, context)
+        linear = forward_flops(spec, tokens, context) - attention
+        rates = self.measured.gemm_flops_per_s(tokens), self.measured.attention_flops_per_s(max(tokens, context))
+        return linear / rates[0] + attention / rates[1]
 
     def all_reduce_s(self, nbytes: float, tp: int) -> float:
         """A ring over the ranks of a tensor-parallel group: 2 (tp - 1) hops, each with a tp-th of the bytes."""
@@ -162,13 +181,8 @@ class Costs:
 
         With `until` only to the time at which responses have so many tokens.
         """
-        decode = Decode.of(self.job, prompts)
-        width = decode.ends / STEP_BINS
-        last = decode.ends if until is None else min(until, decode.ends)
-        parts = ((min(max(last - i * width, 0.0), width), (i + 0.5) * width) for i in range(STEP_BINS))
-        return self.prefill_again_s(decode, tp) + sum(
-            tokens * self._decode_step_s(weight_bytes, tp, decode.live(step), turn) for tokens, step in parts if tokens
-        )
+        parts = self.decode_parts(weight_bytes, tp, prompts, turn, until)
+        return self.prefill_again_s(Decode.of(self.job, prompts), tp) + sum(seconds for seconds, _ in parts)
 
     def prefill_again_s(self, decode: Decode, tp: int) -> float:
         """Prompts beyond those of the step, and tokens of responses that go on: none where all are awaited."""
@@ -179,10 +193,22 @@ class Costs:
         )
         return flops / tp / self.flops_per_s
 
+    def decode_parts(
+        self, weight_bytes: float, tp: int, prompts: int, turn: int = 1, until: float | None = None
+    ) -> Iterator[tuple[float, float]]:
+        """(seconds, responses that decode when it begins) of decode's parts in the order of time."""
+        decode = Decode.of(self.job, prompts)
+        width = decode.ends / STEP_BINS
+        last = decode.ends if until is None else min(until, decode.ends)
+        for i in range(STEP_BINS):
+            if tokens := min(max(last - i * width, 0.0), width):
+                step_s = self._decode_step_s(weight_bytes, tp, decode.live((i + 0.5) * width), turn)
+                yield tokens * step_s, sum(n for n, _ in decode.live(i * width))
+
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of a prompt, as times are predicted for: the median where the job names it, else the budget."""
-        return self.job.workload.prompt_median or self.job.workload.prompt_tokens
+        """Tokens of a prompt, as times are predicted for."""
+        return self.job.workload.typical_prompt
 
     @property
     def new_tokens(self) -> float:
@@ -199,6 +225,9 @@ class Costs:
         kv = sum(n * (history + own) for n, own in each) * spec.kv_bytes_per_token(tp, self.job.itemsize)
         hidden = sum(n for n, _ in each) * spec.hidden * self.job.itemsize
         reduce = 2 * spec.layers * self.all_reduce_s(hidden, tp) + self._adapter_launches_s
+        if self.measured:
+            live_now = sum(n for n, _ in each)
+            return self.measured.step_s(live_now, sum(n * (history + own) for n, own in each) / live_now) + reduce
         return (weight_bytes + kv) / self.hbm_bytes_per_s + spec.layers * DECODE_LAYER_OVERHEAD_S + reduce
 
     @property
@@ -231,8 +260,12 @@ def ways(work: Work) -> float:
 
 def forward_flops(spec: ModelSpec, tokens: float, context: float) -> float:
     """FLOPs of one language-model forward: two a parameter that a token meets, and attention over `context` tokens."""
-    attention = 4 * spec.layers * spec.heads * spec.head_dim * context
-    return tokens * (2 * spec.active_parameters + attention)
+    return tokens * (2 * spec.active_parameters + attention_flops(spec, context))
+
+
+def attention_flops(spec: ModelSpec, context: float) -> float:
+    """FLOPs of one token's attention over `context` tokens."""
+    return 4 * spec.layers * spec.heads * spec.head_dim * context
 
 
 def vision_flops(spec: ModelSpec, patches: int) -> float:

@@ -8,6 +8,7 @@ from rollplex.ir.job import Job
 from rollplex.ir.lora import lora_of
 from rollplex.ir.planned_layout import LayoutSummary
 from rollplex.ir.work import turn_work
+from rollplex.passes.co_run import CoRun, shared
 from rollplex.passes.costs import INTERFERENCE_SHARE, Costs
 from rollplex.passes.schedule import Schedule, Window, turned
 from rollplex.passes.stream_times import StreamTimes, completions, stream_times
@@ -28,6 +29,11 @@ class Turn:
     environment_s: float
     overlapped: bool
     stream: StreamTimes | None = None
+    shared: CoRun | None = None
+
+    def stretched(self, seconds: float) -> float:
+        """How long a part of the prefixes takes beside decode."""
+        return seconds if self.beside_s == self.prefix_s else seconds * self.beside_s / self.prefix_s
 
     @property
     def last_s(self) -> float:
@@ -124,7 +130,8 @@ def window_seconds(job: Job, schedule: Schedule, added: Added) -> Timeline:
     window = dict(compute)
     for t, found in zip(schedule.turns, turns, strict=True):
         last = _decoding(schedule, t)
-        window |= {w.name: compute[w.name] / _share(job) for w in early if w.turn == t and schedule.overlapped}
+        mine = [w.name for w in early if w.turn == t and schedule.overlapped]
+        window |= {name: found.stretched(compute[name]) for name in mine}
         window[last] = found.idle_s if schedule.overlapped else compute[last] + found.environment_s
         if found.stream:
             window[last] = found.stream.window_s
@@ -146,14 +153,16 @@ def _turn(job: Job, schedule: Schedule, compute: dict[str, float], early: list[W
         group_s = sum(compute[w.name] for w in schedule.streaming)
         stream = stream_times([c * slower for c in ready], prefix, group_s, share)
     interference = min(decode, prefix) * INTERFERENCE_SHARE * share if schedule.overlapped else 0.0
+    beside = shared(job, decode, prefix) if schedule.overlapped else None
     return Turn(
         decode_s=decode,
         prefix_s=prefix,
-        beside_s=prefix / share,
-        interference_s=stream.interference_s if stream else interference,
+        beside_s=beside.prefix_ends_s if beside else prefix / share,
+        interference_s=stream.interference_s if stream else beside.interference_s if beside else interference,
         environment_s=turns.environment_s if turns and turn < len(schedule.turns) else 0.0,
         overlapped=schedule.overlapped,
         stream=stream,
+        shared=beside,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the passes decided and predict, a few lines each: layout, chunks, solvers, time, policy, warnings."""
+"""What the passes decided and predict, a few lines each: layout, chunks, solvers, time, warnings."""
 
 from __future__ import annotations
 
@@ -163,13 +163,6 @@ def turn_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     each = [f"{i}: decode {seconds(t.decode_s)}, prefix {seconds(t.prefix_s)}" for i, t in enumerate(times.turns, 1)]
     rows = (stays, *(", ".join(names) for names in told.pieces.values()), *joined(each, width - LABEL, "   "))
     return labelled("turns", head, width) + [text for row in rows for text in under(row, width)]
-
-
-def policy_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
-    """How prefix work and decode share a GPU."""
-    policy = plan.summary.policy
-    share = f", {policy.share:.0%} of the SMs for prefix work" if policy.share is not None else ""
-    return labelled("policy", policy.kind + share + (f": {policy.why}" if policy.why else ""), width)
 
 
 def warning_lines(plan: Plan, width: int = WIDTH) -> list[Text]:

@@ -15,7 +15,6 @@ from rollplex.show.degrees import degree_lines
 from rollplex.show.figures import (
     chunk_lines,
     layout_lines,
-    policy_lines,
     solver_lines,
     time_lines,
     turn_lines,
@@ -24,6 +23,7 @@ from rollplex.show.figures import (
 from rollplex.show.graph import graph_lines
 from rollplex.show.header import header_lines
 from rollplex.show.memory import memory_lines
+from rollplex.show.sharing import policy_lines
 from rollplex.show.text import WIDTH
 from rollplex.show.verdict import infeasible_lines, naive_lines
 

@@ -17,6 +17,7 @@ from mutants import (
     residency,
     roles,
     rounds,
+    sharing,
     sizes,
     streamed,
     tail,
@@ -29,7 +30,7 @@ from mutants.edit import MUTANTS, Mutant
 __all__ = [
     "MUTANTS", "Mutant",
     "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pieces", "pools", "residency", "roles",
-    "rounds",
+    "rounds", "sharing",
     "sizes", "streamed", "tail", "turns",
     "update", "work",
 ]  # fmt: skip

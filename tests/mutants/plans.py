@@ -33,6 +33,20 @@ roles:
 workload: {prompts: 8, group: 8, prompt_tokens: 512, response_tokens: 256}
 schedule: serial
 """
+CALIBRATED = Path(__file__).resolve().parents[1] / "data/h200_3b.json"
+SOLVED = f"""\
+model: Qwen2.5-VL-3B
+cluster: {{gpu: H200, gpus_per_node: 1, host_memory_gb: 128, calibration: {CALIBRATED}}}
+roles:
+  actor:
+    train: {{engine: megatron}}
+    rollout: {{engine: vllm, kv_cache_gib: 40}}
+    freeze: [vision]
+  reference:
+    score: {{engine: megatron}}
+workload: {{prompts: 4, group: 8, prompt_tokens: 6000, response_tokens: 1185, response_median: 340}}
+sharing: {{kind: solved}}
+"""
 PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "rollplex": ("grpo", NODE, FEW),
     "serial": ("grpo", NODE, ("schedule=serial", *FEW)),
@@ -65,6 +79,7 @@ PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "lora, merged": ("grpo", NODE, ("roles.actor.lora={rank: 64, served: merged}", *FEW)),
     "turns": ("embodied", "embodied_7b_h800x8", ("workload.turns.count=2", "workload.prompts=4", "optimizer.chunks=6")),
     "infeasible": ("grpo", NODE, ("cluster.capacity_gib=60", *FEW)),
+    "solved": ("grpo", SOLVED, ("optimizer.chunks=6",)),
 }
 
 

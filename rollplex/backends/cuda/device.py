@@ -13,6 +13,7 @@ import torch
 
 from rollplex.backends.base import Arena
 from rollplex.backends.cuda.lanes import StreamLanes
+from rollplex.backends.cuda.partition import Partition
 from rollplex.backends.cuda.pinned import register
 from rollplex.backends.cuda.vmm import CudaMemory
 from rollplex.backends.lanes import Tell
@@ -43,6 +44,9 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch)
         with torch.cuda.device(self.torch):
             torch.cuda.empty_cache()
+
+    def partition(self, sms: int) -> Partition:
+        return Partition(self.memory.device, sms)
 
 
 def _warm(device: torch.device) -> None:

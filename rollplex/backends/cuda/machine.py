@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rollplex.ir.errors import RunError
 
-_QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.free", "--format=csv,noheader,nounits"]
+_QUERY = "index,uuid,name,memory.free"
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,24 @@ class Card:
 
 def cards() -> tuple[Card, ...]:
     """The GPUs in the order of their CUDA device numbers; RunError where there is no driver to ask."""
+    return visible(_ask(_QUERY), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def driver_version() -> str:
+    """The driver's version; RunError where there is none to ask."""
+    return next(iter(_ask("driver_version").split()), "")
+
+
+def _ask(query: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as err:
         raise RunError(f"nvidia-smi does not answer: {err}", where="GPU", hint="run on a machine with GPUs") from None
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()
         raise RunError(f"nvidia-smi: {said[0] if said else done.returncode}", where="GPU", hint="see `rollplex doctor`")
-    return visible(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return done.stdout
 
 
 def visible(listed: str, asked: str | None) -> tuple[Card, ...]:

@@ -24,7 +24,7 @@ class HostSampler:
     def __init__(self, job: Job, served: Served, groups: Groups) -> None:
         self._job, self._groups = job, groups
         self.model = sharded_model(config_of(job), served.shard, served.snapshot, served.buffer, served.tower, groups)
-        self._kv = served.kv.view(served.snapshot.dtype)
+        self._kv, self._live = served.kv.view(served.snapshot.dtype), served.live
         self.dice: list[torch.Generator] = []
         self._trajectories: Trajectories | None = None
 
@@ -49,6 +49,7 @@ class HostSampler:
             tp=job.rollout_tp,
             begun=begun,
             version=version,
+            on_step=lambda _, live: self._live(live),
         )
 
     def turn(self, prompts: PromptBatch | Histories, version: int) -> Rollout:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.engine import Engine
+from rollplex.backends.live import LiveBatch
 from rollplex.backends.megatron.replica import Replica
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.training.trainer import TrainEngine
@@ -25,4 +26,4 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
         return Replica(plan, job, here, groups, role, objects)
 
     pair = Pair(meeting, rank, sends=True)
-    return TrainEngine(plan, job, here, groups, pair, f"{kind} {rank}", fds, make)
+    return TrainEngine(plan, job, here, groups, pair, f"{kind} {rank}", fds, make, LiveBatch(meeting, rank))

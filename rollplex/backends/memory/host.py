@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -33,3 +33,7 @@ class HostDevice:
 
     def trim(self) -> None:
         """What is freed is the system's again."""
+
+    def partition(self, sms: int) -> type[nullcontext[None]]:
+        """A CPU's cores are shared out by the system: nothing is held to a part of them."""
+        return nullcontext

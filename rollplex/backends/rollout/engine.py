@@ -20,6 +20,7 @@ from rollplex.backends.device import device_of
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
 from rollplex.backends.facts import load_facts
+from rollplex.backends.live import FULL, LiveBatch
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.publication import Subscription
 from rollplex.backends.rollout.rounds import SampledRounds
@@ -50,12 +51,14 @@ class RolloutEngine:
         process: str,
         fds: Sequence[int],
         make: Callable[[Served], Sampler],
+        live: LiveBatch,
     ) -> None:
         self.job = job
         self.dtype = DTYPES[job.model.dtype]
         self._owner = f"train {process.rpartition(' ')[2]}"
         self._objects = PlannedObjects(plan, "rollout", process, fds, device_of(job, seat.gpu))
         self._copies = Copies(pair, self._objects, copies(plan, job.policy, "rollout"))
+        self._live = live
         self.sampler = make(self._served(plan, seat))
         self._seat = seat
         self._decoding: Decoding | None = None
@@ -89,6 +92,7 @@ class RolloutEngine:
         with self._objects.lent(KV) if not self.job.on_host else nullcontext():  # graphs are captured over it
             self.sampler.ready()
         self._objects.device.trim()
+        self._live.tell(FULL)
         return {"inodes": self._objects.inodes()}
 
     def trained(self) -> dict[str, TrainedState]:
@@ -137,6 +141,7 @@ class RolloutEngine:
     def finish(self) -> EngineReport:
         events, marks = self._objects.take_log()
         self._objects.measuring = False
+        self._live.tell(FULL)  # the next step begins on both sides at once
         return EngineReport(self._metrics(), events=tuple(events), marks=tuple(marks))
 
     def carried(self) -> Carried:
@@ -158,6 +163,7 @@ class RolloutEngine:
         if self._published is not None:
             self._published.close()
         self.sampler.close()
+        self._live.close()
 
     def _served(self, plan: Plan, seat: Seat) -> Served:
         """The rank's weights over pages that the training rank of its GPU owns, or over its own copy of them."""
@@ -168,7 +174,8 @@ class RolloutEngine:
         own = pages.has("rollout.weights")
         weights, vision = ("rollout.weights", "rollout.vision") if own else (f"{role}.snapshot", f"{role}.vision")
         tower = split(pages.pages(vision, self.dtype), tensors_of(job, role, "vision"))
-        return Served(shard, pages.pages(weights, self.dtype), buffer, tower, pages.pages(KV, torch.uint8))
+        snapshot, kv = pages.pages(weights, self.dtype), pages.pages(KV, torch.uint8)
+        return Served(shard, snapshot, buffer, tower, kv, self._live.tell)
 
     def _awaited(self, decoding: Decoding, group: int | None) -> Rollout:
         """The responses that a step waits for: to all prompts or one group's, or to the first prompts to complete."""
@@ -220,7 +227,8 @@ class RolloutEngine:
         return replace(rollout, logprobs=rollout.logprobs.to(losses), taken=rollout.taken + self._seat.sampled.start)
 
     def _note(self, sampled: Rollout, seconds: float) -> None:
-        """Metrics and digest of all responses of a turn, whether or not they left group by group."""
+        """Metrics and digest of all responses of a turn, whether or not they left group by group: none decodes now."""
+        self._live.tell(0)
         rollout = self._sent(sampled)
         older = rollout.versions[rollout.mask] < self._version
         self._done.append((int(rollout.lengths.sum()), int(older.sum()), rollout.lengths.numel(), seconds))

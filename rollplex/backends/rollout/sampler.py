@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ class Served:
     """What a rank serves: its shard of the language model over shared pages, and the tower by Hugging Face name.
 
     `snapshot` has the shard's regions, `buffer` those that are rebuilt; `kv` is the plan's memory for keys and values,
-    uint8, mapped while the plan says so.
+    uint8, mapped while the plan says so. `live` hears how many responses decode, whenever that changes.
     """
 
     shard: Shard
@@ -27,6 +27,7 @@ class Served:
     buffer: Tensor | None
     tower: Mapping[str, Tensor]
     kv: Tensor
+    live: Callable[[int], None]
 
 
 class Decoding(Protocol):

@@ -23,9 +23,11 @@ from rollplex.backends.collectives import Groups, Pair
 from rollplex.backends.device import device_of
 from rollplex.backends.digest import digest
 from rollplex.backends.engine import EngineReport, TrainedState, Values
+from rollplex.backends.live import LiveBatch
 from rollplex.backends.memory.planned import IDLE, PlannedObjects
 from rollplex.backends.publication import Publication
 from rollplex.backends.rolemodel import RoleModel
+from rollplex.backends.training.beside import Beside
 from rollplex.backends.training.carrying import CarriedObjects
 from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.groups import GroupWork
@@ -56,6 +58,7 @@ class TrainEngine:
         process: str,
         fds: Sequence[int],
         make: Make,
+        live: LiveBatch,
     ) -> None:
         self.plan = plan
         self.job = job
@@ -81,6 +84,7 @@ class TrainEngine:
         self._publication = Publication(self._objects.shared_digest if job.run.verify_weights else None)
         self._fill()
         self._publication.start()
+        self._beside = Beside(plan.summary.policy, job, live, self._objects.device)
 
     # ---- the life of an engine
 
@@ -156,6 +160,7 @@ class TrainEngine:
         self._work.groups.clear()
         self._objects.close()
         self._publication.page.close()
+        self._beside.close()
         self._ranks.close()
 
     # ---- tasks
@@ -164,7 +169,8 @@ class TrainEngine:
         inputs = self._work.of_taken(inputs)
         match step.task:
             case "prefix":
-                self._work.prefix(step, inputs)
+                with self._beside.prompt():
+                    self._work.prefix(step, inputs)
             case "suffix" | "whole":
                 self._work.suffix(step, inputs)
             case "train":

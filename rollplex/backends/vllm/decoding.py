@@ -11,7 +11,7 @@ same ones and a step gives the same bits every time; on one GPU it prepares step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +67,20 @@ class VllmDecoding:
     """`Decoding` over an engine that this step has to itself."""
 
     def __init__(
-        self, engine: Any, prompts: PromptBatch, asked: Asked, seeds: Sequence[int], begun: Rollout | None, version: int
+        self,
+        engine: Any,
+        prompts: PromptBatch,
+        asked: Asked,
+        seeds: Sequence[int],
+        begun: Rollout | None,
+        version: int,
+        live: Callable[[int], None],
     ) -> None:
-        """`begun` are responses to the first prompts that a step has left; their tokens are prefilled again."""
-        self._engine, self._asked, self._version = engine, asked, version
+        """`begun` are responses to the first prompts that a step has left; their tokens are prefilled again.
+
+        `live` hears how many responses decode.
+        """
+        self._engine, self._asked, self._version, self._live = engine, asked, version, live
         self._prompts = len(prompts)
         self._made = _begin(len(prompts), asked, begun)
         self._waiting: dict[str, tuple[int, int]] = {}
@@ -80,6 +90,7 @@ class VllmDecoding:
             self._behind[p] = [*self._requests(prompt, p, seeds[p])]
             if self._behind[p]:
                 self._ask(self._behind[p].pop(0))
+        self._tell()
 
     def until(self, prompts: Sequence[int]) -> Rollout:
         """Decode until the last response to these prompts has ended; they alone, in this order."""
@@ -123,10 +134,15 @@ class VllmDecoding:
                 self._ask(request)
             if output.finished:
                 del self._waiting[output.request_id]
+                self._tell()
         live = self._engine.engine_core.engine_core.scheduler.requests.values()
         if preempted := sum(request.num_preemptions for request in live):
             what = f"vLLM has preempted {preempted} requests, for which the plan has blocks of KV"
             raise EngineError(what, where="vllm", hint="raise roles.actor.rollout.kv_cache_gib")
+
+    def _tell(self) -> None:
+        """How many decode, or are about to."""
+        self._live(len(self._waiting) + sum(len(requests) for requests in self._behind.values()))
 
     def _keep(self, p: int, r: int, new: Any) -> None:
         """Tokens that a response has beyond those that are there: as lists, tensors would cost a step a tenth."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rollplex.backends.collectives import Pair
 from rollplex.backends.engine import Engine
+from rollplex.backends.live import LiveBatch
 from rollplex.backends.rollout.engine import RolloutEngine
 from rollplex.backends.rollout.sampler import Served
 from rollplex.backends.vllm import settings, versions
@@ -36,4 +37,4 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
     def make(served: Served) -> VllmSampler:
         return VllmSampler(job, here, served, meeting)
 
-    return RolloutEngine(plan, job, here, pair, f"{kind} {rank}", fds, make)
+    return RolloutEngine(plan, job, here, pair, f"{kind} {rank}", fds, make, LiveBatch(meeting, rank))

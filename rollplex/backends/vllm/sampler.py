@@ -76,7 +76,7 @@ class VllmSampler:
     def decoding(self, prompts: PromptBatch, begun: Rollout | None, version: int) -> VllmDecoding:
         work, pads = self._job.workload, {kind: self._config.get(f"{kind}_token_id", -1) for kind in ("image", "video")}
         asked = Asked(self._job.group, work.response_tokens, self._job.run.temperature, prompts.eos, pads)
-        return VllmDecoding(self._engine, prompts, asked, self._seeds, begun, version)
+        return VllmDecoding(self._engine, prompts, asked, self._seeds, begun, version, self._served.live)
 
     def turn(self, prompts: PromptBatch | Histories, version: int) -> Rollout:
         raise AssertionError("plans with turns run on the host engine alone")

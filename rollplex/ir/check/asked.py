@@ -15,6 +15,7 @@ from rollplex.ir.check.facts import ROLLOUT_COMPLETE, TIMELINE, TOWER, Facts
 from rollplex.ir.check.graph import is_call
 from rollplex.ir.check.pieces import check_pieces
 from rollplex.ir.check.rules import Violation
+from rollplex.ir.check.sharing import check_sharing
 from rollplex.ir.check.sizes import check_sizes
 from rollplex.ir.check.update import LARGEST_PAGE
 from rollplex.ir.check.weight_classes import check_weight_classes
@@ -257,5 +258,5 @@ def check_asked(facts: Facts) -> Iterator[Violation]:
         return
     for check in CHECKS:
         yield from check(facts, job)
-    for others in (check_sizes, check_pieces, check_weight_classes, check_degrees):
+    for others in (check_sizes, check_pieces, check_weight_classes, check_degrees, check_sharing):
         yield from others(facts, job)

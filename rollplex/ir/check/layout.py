@@ -166,7 +166,7 @@ def _gathered(facts: Facts, c: LayoutClass) -> Iterator[Violation]:
 def _repeats(facts: Facts, tensor_parallel: int) -> bool:
     """Whether several ranks of the trainer have the same KV heads."""
     spec = _model_of(facts)
-    return spec is not None and spec.kv_heads % tensor_parallel != 0
+    return spec is not None and tensor_parallel > 0 and spec.kv_heads % tensor_parallel != 0
 
 
 def _widths(ways: int, times: int) -> list[int]:

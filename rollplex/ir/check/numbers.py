@@ -3,6 +3,7 @@
 serial = decode + prefix + post + exposed            step = max(decode + interference, prefix / share) + post + exposed
 speedup = serial / step                              bound = min(prefix - interference, decode), at least 0
 Under `streamed` a step is less by the work behind decode that is done before decode ends.
+Where a table of sharing tells how prefixes run: step = decode + interference + what is left of prefixes behind it + ..
 Of several turns step and bound are sums over them, and the environment's seconds lie between.
 Source: paper section 3.1, equation 1. Seconds are predicted; what is checked is that they agree.
 """
@@ -10,7 +11,7 @@ Source: paper section 3.1, equation 1. Seconds are predicted; what is checked is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
@@ -36,10 +37,10 @@ def times(facts: Facts) -> Iterator[Violation]:
     alone = sum(w.seconds for w in facts.plan.summary.windows if w.name == "P1 sample")
     once = TurnTimes(decode_s=max(0.0, t.decode_s - alone), prefix_s=t.prefix_s, interference_s=t.interference_s)
     turns = t.turns or (once,)
-    together = alone + sum(max(u.decode_s + u.interference_s, u.prefix_s / share) for u in turns) + rest
-    together -= t.hidden_post_s
+    together = alone + _p1(facts, turns, share) + rest - t.hidden_post_s
     bound = sum(max(0.0, min(u.prefix_s - u.interference_s, u.decode_s)) for u in turns)
     yield from _hidden(facts)
+    yield from _interference(facts)
     if facts.plan.schedule != "disaggregated":  # whose serial schedule is another, on all GPUs
         yield from _same("serial_s", t.serial_s, serial)
     yield from _same("step_s", t.step_s, together if beside else serial)
@@ -49,6 +50,20 @@ def times(facts: Facts) -> Iterator[Violation]:
     if t.step_s:
         yield from _same("speedup_vs_serial", t.speedup_vs_serial, t.serial_s / t.step_s)
     yield from _same("the windows' seconds", sum(w.seconds for w in facts.plan.summary.windows), t.step_s)
+
+
+def _p1(facts: Facts, turns: Sequence[TurnTimes], share: float) -> float:
+    """Decode and prefixes beside each other: as a table of sharing has it, or the longer of both."""
+    if not (policy := facts.plan.summary.policy).rows:
+        return sum(max(u.decode_s + u.interference_s, u.prefix_s / share) for u in turns)
+    return sum(u.decode_s + u.interference_s + max(u.prefix_s - policy.hidden_s, 0.0) for u in turns)
+
+
+def _interference(facts: Facts) -> Iterator[Violation]:
+    """By a table of sharing decode is slowed down in its rows."""
+    if rows := facts.plan.summary.policy.rows:
+        slower = sum(row.decode_s - row.alone_s for row in rows)
+        yield from _same("interference_s", facts.plan.summary.times.interference_s, slower)
 
 
 def _hidden(facts: Facts) -> Iterator[Violation]:

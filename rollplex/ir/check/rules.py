@@ -175,6 +175,11 @@ RULES: dict[str, Rule] = {
     ),
     # ---- summary
     "times": Rule("the predicted times agree with each other", "paper 3.1, equation 1", COMPILE_AGAIN),
+    "sharing": Rule(
+        "a table of sharing covers decode, has the seconds of the job's surface, and no other is better",
+        "paper 4.6",
+        COMPILE_AGAIN,
+    ),
     "solver": Rule("what is called optimal meets its bound", "style 5", COMPILE_AGAIN),
     "window-bytes": Rule("a window's bytes are those of the objects mapped in it", "design 9", COMPILE_AGAIN),
     "host-bytes": Rule("a window's host bytes are those of the objects at the host in it", "design 9", COMPILE_AGAIN),

@@ -9,6 +9,7 @@ from rollplex.ir.planned_job import job_of
 from rollplex.ir.planned_node import NODE_TITLES
 from rollplex.show.html.families import Shade
 from rollplex.show.html.markup import Markup, el, join
+from rollplex.show.sharing import sharing_rows
 from rollplex.show.text import Unit, seconds, size, unit_for
 from rollplex.show.verdict import HAS, capacity_of, percent
 
@@ -161,7 +162,10 @@ def chunks(plan: Plan) -> Markup:
         (
             ("optimizer", f"{o.count} \u00d7 {size(o.bytes)}, {size(o.workspace_bytes)} in flight"),
             ("microbatch", f"{m.prefix_prompts} prompt, {m.suffix_responses} responses"),
-            ("sharing", policy.kind + (f": {policy.why}" if policy.why else "")),
+            (
+                "sharing",
+                "; ".join([policy.kind + (f": {policy.why}" if policy.why else ""), *sharing_rows(plan, 1000)]),
+            ),
         )
     )
 

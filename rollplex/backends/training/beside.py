@@ -1,0 +1,55 @@
+"""Prefix work beside decode, as the plan's policy has it: each prompt's kernels on the SMs of the row that holds now.
+
+row  at most 128 decode: wait     at most 40 decode: 80 SMs      nothing decodes any more: all SMs, no partition
+
+wait                          ended by                                  gives up
+for fewer responses           decode, which goes on or ends             when the controller ends the run: a rollout rank
+                                                                        that died, run.step_timeout_s
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from rollplex.backends.device import Device
+from rollplex.backends.live import LiveBatch
+from rollplex.ir.job import Job
+from rollplex.ir.planned_sharing import Policy
+
+LOOK_S = 0.005
+WAIT = 0
+
+
+class Beside:
+    """The policy of one training rank; its partitions are made at the start, when there is room for sure."""
+
+    def __init__(self, policy: Policy, job: Job, live: LiveBatch, device: Device) -> None:
+        self._rows = [(row.live_at_most, row.sms) for row in policy.rows if policy.kind == "solved"]
+        self._every = job.device.sms
+        if policy.kind == "fixed":
+            self._rows = [(1, max(1, round((policy.share or 1.0) * self._every)))]
+        self._live = live
+        wanted = {sms for _, sms in self._rows} - {WAIT, self._every}
+        self._partitions: dict[int, Callable[[], AbstractContextManager[None]]] = {
+            sms: device.partition(sms) for sms in sorted(wanted)
+        }
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """Around the work of one prefix: it begins when the policy lets it, on the SMs that it is given."""
+        while (sms := self._sms(self._live.read())) == WAIT:
+            time.sleep(LOOK_S)
+        with self._partitions.get(sms, nullcontext)():
+            yield
+
+    def close(self) -> None:
+        """No prefix any more."""
+        self._live.close()
+
+    def _sms(self, live: int) -> int:
+        """By the last row that so many responses are not too many for; more than any row has is the first row's."""
+        if not live or not self._rows:
+            return self._every
+        return next((sms for most, sms in reversed(self._rows) if live <= most), self._rows[0][1])

@@ -1,0 +1,132 @@
+"""A plan's table of sharing: it covers decode, its seconds are those of the surface in the job, nothing is better.
+
+row  at most 24 decode, prefixes of 6000 tokens on 80 SMs      alone 8.0 s  decode 11.3 s  hidden 6.1 s
+     the surface at 24, 6000, 80: 1.41 times as slow, 0.54 of the rate      8.0 x 1.41     8.0 x 1.41 x 0.54
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from rollplex.ir.calibration import Surface
+from rollplex.ir.check.facts import Facts
+from rollplex.ir.check.rules import Violation
+from rollplex.ir.job import Job
+from rollplex.ir.planned_sharing import PolicyRow
+
+ROUNDED_S = 1e-4
+"""Rows are rounded to a microsecond, and summed up."""
+Way = tuple[int, int]
+
+
+def check_sharing(facts: Facts, job: Job) -> Iterator[Violation]:
+    """The table of a job that has a surface for it; none of one that has not."""
+    policy, surface = facts.plan.summary.policy, _surface(job) if facts.plan.summary.policy.kind != "none" else None
+    if surface is None:
+        if policy.rows or policy.surface or policy.mps_s is not None:
+            yield _wrong("it has a table, and the job no surface that says so")
+        return
+    assert job.cluster.calibration
+    if policy.surface != job.cluster.calibration.digest:
+        yield _wrong(f"it rests on {policy.surface or 'nothing'}, the job's calibration is another")
+    if not policy.rows:
+        yield _wrong("it has no table, and the job a surface")
+        return
+    if wrong := list(_form(job, surface, policy.rows)):
+        yield from wrong
+        return
+    yield from _seconds(facts, surface, surface.whole(job.workload.typical_prompt) or 0)
+
+
+def _wrong(what: str) -> Violation:
+    return Violation("sharing", what, where="policy")
+
+
+def _surface(job: Job) -> Surface | None:
+    """Where one decode runs beside prefixes alone, and prompts are about as long as some chunk that was measured."""
+    measured, load = job.cluster.calibration, job.workload
+    if measured is None or measured.surface is None or load.turns is not None or job.schedule == "streamed":
+        return None
+    chunk = measured.surface.whole(load.typical_prompt)
+    alone = chunk is not None and measured.surface.sms(chunk) == (measured.surface.all_sms,)
+    return measured.surface if chunk and not (alone and job.sharing.kind == "fixed") else None
+
+
+def _form(job: Job, surface: Surface, rows: Sequence[PolicyRow]) -> Iterator[Violation]:
+    """Rows cover every batch, each by a way that was measured and that engines have, or that the job states."""
+    live, most = [row.live_at_most for row in rows], job.sampled_per_engine[-1] * job.group
+    if live[0] != most:
+        yield _wrong(f"its first row is for at most {live[0]} responses, {most} of an engine decode at once")
+    if any(a <= b for a, b in pairwise(live)):
+        yield _wrong(f"its rows are not in the order in which responses end: at most {live}")
+    chunk, share, everything = surface.whole(job.workload.typical_prompt), job.sharing.share, surface.all_sms
+    stated = {"mps": {everything}, "fixed": {max(1, round((share or 1.0) * everything))}}
+    legal = stated.get(job.sharing.kind, {0, *surface.sms(chunk or 0)})
+    for row in rows:
+        if row.sms not in legal or row.chunk_tokens != (chunk if row.sms else 0):
+            what = f"at most {row.live_at_most}: chunks of {row.chunk_tokens} tokens on {row.sms} SMs; "
+            yield _wrong(f"{what}prefixes run whole, {chunk} tokens, on one of {sorted(legal)} SMs")
+
+
+def _seconds(facts: Facts, surface: Surface, chunk: int) -> Iterator[Violation]:
+    """Rows have the surface's seconds and add up to the step's; neither MPS default nor a change of a row is better."""
+    times, policy = facts.plan.summary.times, facts.plan.summary.policy
+    rows, prefix_s = policy.rows, times.prefix_s
+    ways = [(row.chunk_tokens, row.sms) for row in rows]
+    sampled = sum(w.seconds for w in facts.plan.summary.windows if w.name == "P1 sample")
+    if _apart(decode := sum(row.alone_s for row in rows), times.decode_s - sampled):
+        yield _wrong(f"its rows have {decode:.6f} s of decode, the step {times.decode_s - sampled:.6f} s")
+    for row, (decode_s, hidden_s) in zip(rows, replay(surface, rows, prefix_s, ways), strict=True):
+        if _apart(row.decode_s, decode_s) or _apart(row.hidden_s, hidden_s):
+            what = f"at most {row.live_at_most}: decode {row.decode_s:.6f} s, {row.hidden_s:.6f} s hidden; "
+            yield _wrong(f"{what}the surface gives {decode_s:.6f} s and {hidden_s:.6f} s")
+    own = both_s(surface, rows, prefix_s, ways)
+    mps = both_s(surface, rows, prefix_s, [(chunk, surface.all_sms)] * len(rows))
+    if policy.kind != "solved":
+        if policy.mps_s is not None:
+            yield _wrong(f"{policy.kind} is compared with MPS default")
+        return
+    if policy.mps_s is None or _apart(policy.mps_s, mps):
+        yield _wrong(f"MPS default is told to take {policy.mps_s} s, the surface gives {mps:.6f} s")
+    for better in _others(surface, chunk, ways):
+        if (least := both_s(surface, rows, prefix_s, better)) < own - ROUNDED_S:
+            yield _wrong(f"it takes {own:.6f} s; another table, {_told(ways, better)}, takes {least:.6f} s")
+            return
+
+
+def replay(
+    surface: Surface, rows: Sequence[PolicyRow], prefix_s: float, ways: Sequence[Way]
+) -> Iterator[tuple[float, float]]:
+    """(decode, hidden) seconds of each row if prefixes run in these ways, until none is left."""
+    for row, (chunk, sms) in zip(rows, ways, strict=True):
+        if not sms:
+            yield row.alone_s, 0.0
+            continue
+        slower, rate = surface.beside(row.live_at_most, chunk, sms)
+        beside_s = min(row.alone_s * slower, prefix_s / rate)  # this long prefixes run
+        yield row.alone_s + beside_s * (1 - 1 / slower), beside_s * rate
+        prefix_s = max(prefix_s - beside_s * rate, 0.0)
+
+
+def both_s(surface: Surface, rows: Sequence[PolicyRow], prefix_s: float, ways: Sequence[Way]) -> float:
+    """Seconds until decode and prefixes have ended."""
+    found = list(replay(surface, rows, prefix_s, ways))
+    return sum(d for d, _ in found) + max(prefix_s - sum(h for _, h in found), 0.0)
+
+
+def _others(surface: Surface, chunk: int, ways: Sequence[Way]) -> Iterator[list[Way]]:
+    """One way throughout, and every change of one row."""
+    every = [(0, 0), *((chunk, sms) for sms in surface.sms(chunk))]
+    for way in every:
+        yield [way] * len(ways)
+        yield from ([*ways[:i], way, *ways[i + 1 :]] for i in range(len(ways)))
+
+
+def _told(ways: Sequence[Way], better: Sequence[Way]) -> str:
+    i = next(i for i, (a, b) in enumerate(zip(ways, better, strict=True)) if a != b)
+    return f"with {better[i][1]} SMs in row {i + 1}"
+
+
+def _apart(a: float, b: float) -> bool:
+    return abs(a - b) > ROUNDED_S

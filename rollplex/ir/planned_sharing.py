@@ -1,0 +1,45 @@
+"""What a plan says of the sharing of a GPU: a kind, and how prefix work runs as fewer and fewer responses decode.
+
+responses that decode    prefix work            by itself   beside it   hidden
+at most 128              waits                     21.0 s      21.0 s        0
+at most 24               6000 tokens, 80 SMs        8.0 s      11.3 s    6.1 s
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollplex.ir.steps import Number, Seconds, Strict, Whole
+
+PolicyKind = Literal["mps", "fixed", "solved", "none"]
+
+
+class PolicyRow(Strict):
+    """A part of decode in the order of time: how prefix work runs beside it, and what that does to both."""
+
+    live_at_most: Whole = Field(ge=1, description="responses of one engine that decode in it, at most")
+    chunk_tokens: Whole = Field(description="tokens of one prefix forward; 0: prefix work waits")
+    sms: Whole = Field(description="SMs that prefix work may use; all of the GPU's: as MPS schedules; 0: it waits")
+    alone_s: Seconds = Field(description="predicted seconds of this part of decode with nothing beside it")
+    decode_s: Seconds = Field(description="predicted seconds of it as planned")
+    hidden_s: Seconds = Field(description="prefix work that is done meanwhile, seconds that it takes by itself")
+
+
+class Policy(Strict):
+    """How the co-running processes share the GPU."""
+
+    kind: PolicyKind
+    share: Number | None = Field(default=None, gt=0, lt=1)
+    surface: str = Field(default="", description="digest of the calibration that the rows rest on")
+    rows: tuple[PolicyRow, ...] = Field(default=(), description="where the job has a calibration with a surface")
+    mps_s: Seconds | None = Field(
+        default=None, description="predicted seconds of decode and prefixes under MPS default, beside `solved`"
+    )
+    why: str = ""
+
+    @property
+    def hidden_s(self) -> float:
+        """Prefix work that is done while others decode, seconds that it takes by itself."""
+        return sum(row.hidden_s for row in self.rows)

@@ -1,0 +1,1 @@
+"""`rollplex calibrate`: what is measured (grid), by whom (station), in which order and made into a file (measure)."""

@@ -1,0 +1,107 @@
+"""`rollplex calibrate` but for the terminal: is the GPU the job's, two processes under MPS, the file written whole.
+
+calibrate(job, Path("h200.json"))     Path written; what was measured is written when it ends early, too
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollplex import __version__
+from rollplex.backends.cuda.machine import cards, driver_version
+from rollplex.backends.cuda.mps import Mps
+from rollplex.ir.calibration import Calibration, Shape, read_calibration
+from rollplex.ir.errors import JobError, RunError
+from rollplex.ir.job import Job
+from rollplex.runtime.calibrate.grid import Grid
+from rollplex.runtime.calibrate.measure import Measured, Measurement, Tell
+from rollplex.runtime.calibrate.station import StationProcess, bench_command
+
+SHARES = {"decode": 0.55, "prefix": 0.25}
+"""Of the GPU's memory: keys and values of a large batch take most."""
+
+
+def calibrate(
+    job: Job, out: Path, seconds: float, quick: bool, tell: Tell, begin: Callable[[Grid], None]
+) -> Calibration:
+    """Measure and write `out`. `begin` hears what will be measured, `tell` every figure.
+
+    JobError for a job that says nothing of a GPU, RunError without its GPU, EngineError where measuring fails. However
+    it ends, what is whole by then is written.
+    """
+    check_job(job)
+    check_place(out)
+    seen = cards()
+    gpu = check_gpu(job, seen[0].name if seen else "")
+    with ExitStack() as stack:
+        environment = {**os.environ, **stack.enter_context(Mps.running()).environment()}
+        decode, prefix = (stack.enter_context(_station(job, name, environment)) for name in SHARES)
+        for station in (decode, prefix):
+            station.wait()
+        grid = Grid.of(job, decode.facts["sms"], seconds, quick)
+        begin(grid)
+        measurement = Measurement(decode, prefix, grid, tell)
+        with written(measurement.found, grid, gpu, job, decode.facts, out):
+            measurement.run()
+    return read_calibration(out)
+
+
+@contextmanager
+def written(found: Measured, grid: Grid, gpu: str, job: Job, facts: Mapping[str, Any], out: Path) -> Iterator[None]:
+    """However the block ends, what is whole by then is in the file."""
+    versions = {name: str(facts[name]) for name in ("torch", "cuda")}
+    versions |= {"driver": driver_version(), "rollplex": __version__}
+    try:
+        yield
+    finally:
+        if found.rates_done:
+            made = found.calibration(grid, gpu, Shape.of(job), facts["device"], versions)
+            write_whole(out, made.to_json())
+
+
+def _station(job: Job, name: str, environment: dict[str, str]) -> AbstractContextManager[StationProcess]:
+    tp = job.rollout_tp if name == "decode" else job.train_tp
+    told = {"shape": Shape.of(job).model_dump(), "tp": tp, "share": SHARES[name], "decoding": name == "decode"}
+    return StationProcess.started(name, bench_command(told), environment)
+
+
+def check_job(job: Job) -> None:
+    """Only jobs for GPUs, of dense models."""
+    if job.on_host:
+        raise JobError("cluster.gpu is cpu, and a GPU is calibrated", hint="cluster.gpu=H200, or the GPU at hand")
+    if job.spec.moe is not None:
+        what = f"{job.spec.name} has experts, and what stands for a model here has none"
+        raise JobError(what, hint="predictions rest on data-sheet figures without a calibration")
+
+
+def check_place(out: Path) -> None:
+    """Found out before anything is measured."""
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        hint = "name a file in a directory of yours"
+        raise RunError(f"cannot write into {out.parent}", where=f"--out {out}", hint=hint)
+
+
+def check_gpu(job: Job, found: str) -> str:
+    """The job's GPU type, as it is called in the table of GPUs; RunError where this machine has another."""
+    name = job.device.name
+    if not found:
+        raise RunError("this machine has no GPU that CUDA sees", where="GPU", hint="unset CUDA_VISIBLE_DEVICES")
+    if name.split("-")[0].lower() not in re.split(r"[ -]", found.lower()):
+        what = f"the job's GPU is {name}, this machine has {found}"
+        raise RunError(what, where="cluster.gpu", hint=f"run on a machine with {name}, or state cluster.gpu")
+    return name
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file is the old one or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as err:
+        raise RunError(f"cannot write the calibration: {err.strerror}", where=path, hint="name another file") from None
