@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rollplex.backends.cuda.machine import Card, cards
-from rollplex.backends.memory.planned import in_pool
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.engines import lacking, runs
 from rollplex.ir.errors import Problem, RunError
@@ -77,7 +76,7 @@ def _not_installed(plan: Plan) -> Iterator[Problem]:
 def check_machine(plan: Plan) -> None:
     """Refuse a plan whose device and pool do not fit the memory that this machine has free now."""
     job = Job.model_validate(plan.job)
-    pool = sum(o.bytes for o in plan.summary.objects if in_pool(o))
+    pool = plan.summary.host_pool.bytes
     gpus, peak = plan.processes["train"].ranks, plan.summary.peak_hbm_bytes
     need, free = gpus * (pool + (peak if job.on_host else 0)), available_bytes()
     if need > free:

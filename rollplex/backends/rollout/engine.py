@@ -135,9 +135,8 @@ class RolloutEngine:
         raise AssertionError("the training rank of the GPU rebuilds")
 
     def finish(self) -> EngineReport:
-        events, marks = self._objects.take_log()
         self._objects.measuring = False
-        return EngineReport(self._metrics(), events=tuple(events), marks=tuple(marks))
+        return EngineReport(self._metrics(), {}, *self._objects.take_logs())
 
     def carried(self) -> Carried:
         found = self._carried.carried()
