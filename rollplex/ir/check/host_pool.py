@@ -1,7 +1,7 @@
 """Static offsets: everything that is ever at the host has one place, and no two overlap in time and address.
 
-Times are those of the replay, not those that a pass planned with. A run frees no place before the last use of what is in
-it, wherever that is by then, and none of what outlives an iteration. Source: design.md section 6.
+Times are those of the replay, not those that a pass planned with. A run frees no place before the last use of what is
+in it, wherever that is by then, and none of what outlives an iteration. Source: design.md section 6.
 """
 
 from __future__ import annotations
