@@ -23,7 +23,7 @@ from rollplex.ir.plan import (
 )
 from rollplex.ir.planned_layout import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, TensorPlacement
 from rollplex.ir.planned_node import NodeMemory
-from rollplex.ir.planned_pool import HostPlace, HostPool
+from rollplex.ir.planned_pool import LASTING, HostPlace, HostPool
 
 Variant = Literal["rollplex", "serial", "apart", "pools", "partial"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -230,7 +230,7 @@ def host_pool(variant: Variant) -> HostPool:
 def _needing_a_place(variant: Variant, o: PlannedObject) -> tuple[str, ...]:
     """All windows, or those in which it is at the host and the one at whose end it gets there."""
     names = tuple(WINDOWS[variant].values())
-    if o.lasting:
+    if o.class_ in LASTING:
         return names
     there = [names.index(w) for w, place in o.residency.items() if place == "host"]
     begins = there[0] if o.produced == names[there[0]] else there[0] - 1

@@ -52,11 +52,6 @@ class PlannedObject(Strict):
     residency: dict[str, Residency]
     why: str = ""
 
-    @property
-    def lasting(self) -> bool:
-        """Whether it outlives an iteration: its place in the pinned pool, if it has one, is its own for ever."""
-        return self.class_ in ("permanent", "regenerable")
-
 
 class WindowSummary(Strict):
     """What a GPU and its share of the pinned pool hold, at most, in one window: a GPU of the pool that holds most."""

@@ -9,6 +9,7 @@ from rollplex.backends.engine import Engine, Tasks, Values
 from rollplex.backends.lanes import LaneSpan
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
+from rollplex.ir.planned_pool import LASTING
 from rollplex.ir.steps import Step, named
 from rollplex.runtime.link import Link
 from rollplex.runtime.protocol import ProcessId
@@ -62,7 +63,7 @@ def engine_state(process: ProcessId, plan: Plan, job: Job, link: Link, engine: E
 def last_uses(plan: Plan, kind: str) -> dict[int, list[str]]:
     """What does not outlive an iteration and has a place in the pinned pool, by the step that names it last."""
     at = {name: index for index, step in enumerate(plan.programs[kind]) for name in named(step)}
-    short = {o.name for o in plan.summary.objects if o.process == kind and not o.lasting}
+    short = {o.name for o in plan.summary.objects if o.process == kind and o.class_ not in LASTING}
     found: dict[int, list[str]] = {}
     for place in plan.summary.host_pool.offsets:
         if place.object in short and place.object in at:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mutants.edit import mutant, objects, summarise
 from rollplex.ir.plan import Plan
-from rollplex.ir.planned_pool import HostPlace
+from rollplex.ir.planned_pool import LASTING, HostPlace
 
 
 def with_pool(plan: Plan, **fields: Any) -> Plan:
@@ -116,5 +116,5 @@ def gradients_over_state_that_is_in_hbm(plan: Plan) -> Iterator[Plan]:
     """What outlives an iteration keeps its place, also while nothing valid is in it."""
     held = {p.object: p for p in places(plan)}
     for p in places(plan):
-        if objects(plan)[p.object].lasting and (own := held.get("actor.gradients")) and own.pool == p.pool:
+        if objects(plan)[p.object].class_ in LASTING and (own := held.get("actor.gradients")) and own.pool == p.pool:
             yield with_place(plan, "actor.gradients", offset=p.offset)

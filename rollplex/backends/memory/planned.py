@@ -20,6 +20,7 @@ from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StoredObject
 from rollplex.backends.memory.pinned import PinnedPool, Place
 from rollplex.ir.plan import Plan, PlannedObject
+from rollplex.ir.planned_pool import LASTING
 from rollplex.ir.steps import Run, Step
 
 _TEMPORARY = (
@@ -225,7 +226,7 @@ class PlannedObjects:
         places = [Place(p.object, p.offset, p.bytes) for p in own]
         pool = PinnedPool(HostMemory(), places, self._host_ledger, pin=self.device.pin)
         for slot in pool.slots():
-            if self.owned[slot.name].lasting:
+            if self.owned[slot.name].class_ in LASTING:
                 slot.take("allocate pinned")
         return pool
 
