@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from rollplex.ir.engines import engine as load_facts
 from rollplex.ir.engines import runs
 from rollplex.ir.job import Job
+from rollplex.ir.loss import split_loss
 from rollplex.ir.module import Module
 from rollplex.ir.serving import model_length
 from rollplex.passes.schedule import Schedule
@@ -37,7 +38,7 @@ def not_executable(module: Module) -> tuple[str, ...]:
         found.append(f"{job.workload.prompts} prompts over {job.engines} rollout engines: each hands over as many")
     if job.workload.turns is not None and engines != {"host"}:
         found.append(f"{job.workload.turn_count} turns: the host engine alone goes on from another turn")
-    return (*found, *_of_roles(job), *_of_calls(job, module[Schedule]))
+    return (*found, *_of_roles(job), *_of_calls(job, module[Schedule]), *_of_early(module))
 
 
 def _of_vllm(job: Job) -> Iterator[str]:
@@ -102,10 +103,18 @@ def _of_calls(job: Job, schedule: Schedule) -> Iterator[str]:
     for call in (c for c in schedule.calls if c.op == "whole"):
         if (engine := job.trainer(call.role).engine) != "host":
             yield f"{call.role}'s call %{call.node} is not split: {engine} goes on from a prefix"
-    for host in schedule.hosts:
-        chosen = len(job.sampled_per_engine) > 1 or job.workload.rollout.kind != "full"
-        if host in schedule.early and chosen:
-            yield f"host function %{host} runs before it is known which prompts a step takes"
+
+
+def _of_early(module: Module) -> Iterator[str]:
+    """Host functions before the rollout, of prompts among which a step chooses: numbers behind it can be chosen too."""
+    job, schedule, graph = module.job, module[Schedule], module.graph
+    again, some = len(job.sampled_per_engine) > 1, job.workload.rollout.kind != "full"
+    sampled = {call.node for call in schedule.generates}
+    divisors = [set(split_loss(graph, role).divisor_inputs) for role in job.trained]
+    for node in (n for n in graph.nodes if n.name in schedule.early):
+        alone = any(node.name in made_of and not made_of & sampled for made_of in divisors)
+        if again or (some and (alone or node.kwargs.get("returns", "scores") != "scores")):
+            yield f"host function %{node.name} runs before it is known which prompts a step takes"
 
 
 def unrun_features(job: Job, role: str) -> tuple[str, ...]:

@@ -13,10 +13,11 @@ from rollplex.ir.engines import lacking, runs
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import NodeRecord, Plan, references
+from rollplex.ir.planned_hosts import early_hosts
 from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import Exchange, Rebuild
 from rollplex.runtime.feed import Feed
-from rollplex.runtime.hostvalues import OF_EARLY, OF_LATE, early_hosts, returned
+from rollplex.runtime.hostvalues import OF_EARLY, OF_LATE, returned
 from rollplex.runtime.offers import EARLY_OFFERS, OFFERS, parameters_of
 
 HOST_FUNCTION = Callable[..., Any]
