@@ -17,6 +17,7 @@ from rollplex.ir.job import Job
 from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
 from rollplex.ir.spec import Part
+from rollplex.ir.steps import Run
 from rollplex.passes.pipeline import compile_plan
 
 HOST: dict[str, Any] = {"train": {"engine": "host"}}
@@ -74,6 +75,25 @@ def tight_plan_of(name: str, **changes: Any) -> Plan:
     while (found := plan_of(name, cluster={"capacity_gib": f"{kib} KiB"}, **changes).infeasible) is not None:
         kib += max(-(-found.shortfall_bytes // 1024), 16)
     return plan_of(name, cluster={"capacity_gib": f"{kib} KiB"}, **changes)
+
+
+def in_pieces(plan: Plan) -> dict[str, int]:
+    """The pieces in which gradients leave, by role."""
+    return {s.role: len(s.offloads) for s in plan.programs["train"] if isinstance(s, Run) and s.offloads}
+
+
+def leaving_plan_of(name: str, **changes: Any) -> Plan:
+    """The plan for the smallest device on which gradients of all trained roles leave in pieces, and groups are whole.
+
+    A group that is trained on in parts has other bits.
+    """
+    kib = tight_plan_of(name, **changes).summary.capacity_bytes >> 10
+    for _ in range(40):
+        plan = plan_of(name, cluster={"capacity_gib": f"{kib} KiB"}, **changes)
+        if set(in_pieces(plan)) == set(plan.losses) and plan.summary.chunks.microbatch.suffix_responses == 3:
+            return plan
+        kib += 16
+    raise AssertionError("no capacity at which gradients leave in pieces")
 
 
 def environment(tokens: list[int], turn: int, index: int) -> str:

@@ -32,5 +32,6 @@ def bytes_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [row for row in report.objects if not row.as_planned] == []
         assert [w for w in report.memory if w.planned != w.measured] == []
         assert [p for p in report.pieces if p.planned != p.measured] == []
+        assert [p for p in report.places if p.planned != p.measured] == []
 
     monkeypatch.setattr(run, "write_report", checked)

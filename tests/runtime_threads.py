@@ -24,9 +24,9 @@ from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Step
 from rollplex.runtime.barriers import Barriers, barrier_order
 from rollplex.runtime.executor import run_iteration
+from rollplex.runtime.memorylog import MemoryLog
 from rollplex.runtime.preflight import make_feed
 from rollplex.runtime.protocol import CONTROLLER, ProcessId
-from rollplex.runtime.report import MemoryLog
 from rollplex.runtime.state import ProcessState, engine_state
 
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
@@ -86,10 +86,13 @@ class ThreadLink:
 
 
 def assert_as_planned(plan: Plan, log: MemoryLog) -> None:
-    """Every object in every window is what the plan says, to the byte; workspaces stay within it."""
+    """Every object in every window is what the plan says, to the byte, and in the pinned pool where; workspaces stay
+    within it.
+    """
     assert [row for row in log.objects(plan) if not row.as_planned] == []
     assert [w for w in log.windows(plan) if w.planned != w.measured] == []
     assert [p for p in log.pieces(plan) if p.planned != p.measured] == []
+    assert [p for p in log.places(plan) if p.planned != p.measured] == []
 
 
 class InThreads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm_runs import ROLES, Watched, plan_of, tight_plan_of
+from algorithm_runs import ROLES, Watched, in_pieces, leaving_plan_of, plan_of, tight_plan_of
 from runtime_tiny import luck
 
 from rollplex.ir.plan import Plan
@@ -28,6 +28,34 @@ def test_under_tight_memory_two_steps_are_those_of_the_textbook(name: str) -> No
     assert all("hbm" in places[o] and "host" in places[o] for o in ("reference.weights", "reference.vision"))
     assert all(plan.summary.chunks.of(role).count > 1 for role in trained)
     compare(name, plan, 2)
+
+
+CHUNKS = {"serial": 2, "rollplex": 2, "streamed": 1}
+"""Chunks of an update that has no room for gradients, at the least memory that each schedule runs in."""
+
+
+@pytest.mark.parametrize("schedule", ["serial", "rollplex"])
+def test_gradients_of_two_roles_leave_in_pieces_and_two_steps_are_those_of_the_textbook(schedule: str) -> None:
+    """The critic's and then the actor's, each beside its last backward; both wait at the host for their updates."""
+    plan = leaving_plan_of("ppo", schedule=schedule, optimizer={"chunks": CHUNKS[schedule]})
+    assert all(plan.object(f"{role}.gradients").residency["P3 update-critic"] == "host" for role in ("actor", "critic"))
+    compare("ppo", plan, 2)
+
+
+def test_gradients_of_two_roles_that_leave_in_pieces_give_the_bits_of_those_that_stay() -> None:
+    """Under every schedule, whatever its chunks."""
+    single = {"dtype": "float32"}
+    plans = [leaving_plan_of("ppo", schedule=s, model=single, optimizer={"chunks": n}) for s, n in CHUNKS.items()]
+    plans.append(plan_of("ppo", model=single))
+    assert in_pieces(plans[-1]) == {}
+    found = []
+    for plan in plans:
+        watched = Watched(plan)
+        for k in range(STEPS):
+            watched.run.step(k)
+        found.append((watched.digests(), [watched.norm(role) for role in ("actor", "critic")]))
+        watched.run.close()
+    assert found[1:] == found[:1] * 3
 
 
 def compare(name: str, plan: Plan, steps: int) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from host_tiny import CONFIG, arena_model, oracle_model, text_prompt, video_prompt
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
 from rollplex.backends.training.boundary import prefix_backward
-from rollplex.backends.training.saved import AddressRanges, SavedPolicy, SavedState
+from rollplex.backends.training.saved import AddressRanges, Packed, SavedPolicy, SavedState
+from rollplex.backends.training.sizes import ALIGN
 from rollplex.ir.errors import OutOfMemory
 
 
@@ -39,6 +43,22 @@ def test_a_storage_is_packed_once_and_a_weight_never() -> None:
     loss.backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, (weight.t() + weight).sum(0).detach().expand(4, 16))
+
+
+@given(sizes=st.lists(st.integers(1, 700), min_size=1, max_size=12), lines=st.integers(1, 40))
+def test_tensors_of_any_sizes_lie_in_the_range_of_their_object_or_are_refused(sizes: list[int], lines: int) -> None:
+    """|other| saved state of `lines` x 64 bytes |other|: each at a multiple of 64, and nothing beside it changes."""
+    whole = torch.full(((lines + 2) * ALIGN,), 99, dtype=torch.uint8)
+    place = whole[ALIGN:-ALIGN]
+    state = SavedState(SavedPolicy("host", pool=place), AddressRanges([]), "row 3")
+    tensors = [torch.full((n,), i + 1, dtype=torch.uint8) for i, n in enumerate(sizes)]
+    packed, fits = list[Any](), sum(-(-n // ALIGN) * ALIGN for n in sizes) <= place.numel()
+    with nullcontext() if fits else pytest.raises(OutOfMemory, match=r"row 3: the saved state .* needs more than"):
+        packed.extend(map(state._pack, tensors))  # those before the one that is refused are there
+    assert all(isinstance(p, Packed) and p.start % ALIGN == 0 for p in packed)
+    assert all(torch.equal(state._unpack(p), x) for p, x in zip(packed, tensors, strict=False))
+    assert whole[:ALIGN].eq(99).all()
+    assert whole[-ALIGN:].eq(99).all()
 
 
 def test_a_freed_storage_is_not_mistaken_for_its_successor() -> None:

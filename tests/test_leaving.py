@@ -22,7 +22,7 @@ from runtime_tiny import luck, tiny_plan
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StoredObject
-from rollplex.backends.memory.pinned import PinnedPool, SlotSpec
+from rollplex.backends.memory.pinned import PinnedPool, Place
 from rollplex.backends.training.gradients import FlatGradients, leaves
 from rollplex.ir.errors import PlanError
 from rollplex.ir.plan import Plan
@@ -220,7 +220,7 @@ def test_parts_of_an_object_leave_one_by_one() -> None:
     """Bytes, pages and the ledger follow; the host copy is valid with the last of them."""
     ledger = Ledger.create("gpu0", 1 << 20, process="train0")
     memory, store = HostMemory(), ObjectStore(ledger)
-    pool = PinnedPool(memory, [SlotSpec("g", 3 * 4096)], Ledger.create("host", 1 << 20, process="train0"))
+    pool = PinnedPool(memory, [Place("g", 4096, 3 * 4096)], Ledger.create("host", 1 << 20, process="train0"))
     arena = memory.reserve("g", 3 * 4096, cuts=(4096, 8192))
     store.add([StoredObject("g", "phase-local", 3 * 4096, arena, pool.slot("g"))])
     store.map("g", "map g")

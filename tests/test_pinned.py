@@ -1,7 +1,8 @@
 """The pinned pool and the objects that move between it and the device: nothing lost, nothing invented, nothing grows.
 
-host pool   | master  | moments | saved....|        slots, allocated once
-device      |         |         |                   fetch: copy in     offload: copy out, pages gone
+host pool   | master  | moments | saved ...... |     allocated once; every object at its place
+            | master  | moments | gradients |        saved state has been freed: they lie where it was
+device      |         |         |                    fetch: copy in     offload: copy out, pages gone
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StateClass, StoredObject
-from rollplex.backends.memory.pinned import PinnedPool, SlotSpec
+from rollplex.backends.memory.pinned import PinnedPool, Place, stretches
 from rollplex.backends.memory.table import HOST
 from rollplex.ir.errors import OutOfMemory, PlanError
 
@@ -34,78 +36,138 @@ def host_ledger(capacity_bytes: int = 1 << 30) -> Ledger:
     return Ledger.create(HOST, capacity_bytes, process="train0")
 
 
-def pool_of(*specs: SlotSpec, capacity_bytes: int = 1 << 30) -> PinnedPool:
-    return PinnedPool(MEMORY, specs, host_ledger(capacity_bytes))
+def pool_of(*places: Place, capacity_bytes: int = 1 << 30) -> PinnedPool:
+    """A pool in which everything is in use, as far as nothing else is there."""
+    pool = PinnedPool(MEMORY, places, host_ledger(capacity_bytes))
+    for slot in pool.slots():
+        slot.take("load")
+    return pool
 
 
-# --- slots ---
+def stacked(*sizes: int, first: int = 0) -> list[Place]:
+    """Places one behind the other."""
+    return [Place(f"s{i}", first + sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-@given(sizes=st.lists(st.integers(0, 3 * PAGE), min_size=1, max_size=8))
+# --- places ---
+
+
+@given(pages=st.lists(st.integers(1, 3), min_size=1, max_size=8), first=st.integers(0, 3))
 @settings(max_examples=30, deadline=None)
-def test_slots_lie_apart_and_keep_their_values(sizes: list[int]) -> None:
-    specs = [SlotSpec(f"s{i}", nbytes) for i, nbytes in enumerate(sizes)]
-    pool, again = pool_of(*specs), pool_of(*specs)
-    assert [slot.offset for slot in pool.slots()] == [slot.offset for slot in again.slots()]  # deterministic
+def test_objects_lie_at_their_places_and_keep_their_values(pages: list[int], first: int) -> None:
+    """Counted from the first byte that this process has: below it other processes may have theirs."""
+    pool = pool_of(*stacked(*(n * PAGE for n in pages), first=first * PAGE))
     for i, slot in enumerate(pool.slots()):
         slot.view(torch.uint8).fill_(i + 1)
+    base = pool.slots()[0].view(torch.uint8).data_ptr() - first * PAGE
     for i, slot in enumerate(pool.slots()):
         assert slot.view(torch.uint8).eq(i + 1).all()
-        assert slot.view(torch.uint8).numel() == sizes[i]
+        assert slot.view(torch.uint8).numel() == pages[i] * PAGE
+        assert slot.view(torch.uint8).data_ptr() == base + slot.place.offset
     pool.close()
-    again.close()
 
 
-def test_planned_offsets_are_kept() -> None:
-    pool = pool_of(SlotSpec("b", 100, offset=PAGE), SlotSpec("a", 64, offset=128))
-    assert [pool.slot(name).offset for name in "ba"] == [PAGE, 128]
-    assert pool.slot("b").view(torch.uint8).data_ptr() == pool.arena.address + PAGE
+def test_a_process_has_pages_behind_its_own_places_alone() -> None:
+    """Bytes 8192 to 12288 are another process'; what lies at one address, one after the other, has pages once."""
+    pool = PinnedPool(
+        MEMORY, [Place("c", 3 * PAGE, PAGE), Place("a", 0, 2 * PAGE), Place("b", PAGE, PAGE)], host_ledger()
+    )
+    assert stretches(s.place for s in pool.slots()) == [(0, 2 * PAGE), (3 * PAGE, 4 * PAGE)]
+    assert pool.nbytes == 3 * PAGE
+    pool.slot("a").take("x")
+    a = pool.slot("a").view(torch.uint8)
+    a.fill_(7)
+    pool.slot("a").free("x")
+    pool.slot("b").take("y")
+    assert pool.slot("b").view(torch.uint8).data_ptr() == a.data_ptr() + PAGE
+    assert pool.slot("b").view(torch.uint8).eq(7).all()
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=8))
+def test_stretches_are_the_bytes_that_places_cover(pairs: list[tuple[int, int]]) -> None:
+    found = stretches(Place(str(i), *pair) for i, pair in enumerate(pairs))
+    assert {b for start, stop in found for b in range(start, stop)} == {b for a, n in pairs for b in range(a, a + n)}
+    assert all(a[1] < b[0] for a, b in pairwise(found))
 
 
 def test_views_of_a_slot() -> None:
-    slot = pool_of(SlotSpec("a", 80)).slot("a")
+    slot = pool_of(Place("a", 0, 80)).slot("a")
     slot.view(torch.float32, (4, 5)).copy_(torch.arange(20.0).view(4, 5))
     assert slot.view(torch.float32, (2,), offset_bytes=72).tolist() == [18.0, 19.0]
     assert slot.view(torch.float32, offset_bytes=64).tolist() == [16.0, 17.0, 18.0, 19.0]
-    with pytest.raises(AssertionError, match=r"slot a: view of \[40, 88\) bytes"):
-        slot.view(torch.float64, (6,), offset_bytes=40)
+
+
+def test_a_put_outside_of_its_place_names_whose_place_that_is() -> None:
+    pool = pool_of(Place("a", 0, 80), Place("b", 128, 64))
+    with pytest.raises(PlanError, match=r"pinned pool: bytes 40 to 88 are not those of a \(bytes 0 to 80\): .* no obj"):
+        pool.slot("a").view(torch.float64, (6,), offset_bytes=40)
+    with pytest.raises(PlanError, match=r"bytes 0 to 160 are not those of a \(.*\): they are b \(bytes 128 to 192\)"):
+        pool.slot("a").view(torch.float32, (40,))
+
+
+def test_a_put_over_a_live_neighbour_names_both_and_leaves_it_as_it_is() -> None:
+    """Of one process or of two of a GPU; when the neighbour is gone the place may be taken."""
+    pool = PinnedPool(MEMORY, [Place("saved", 0, 2 * PAGE), Place("gradients", PAGE, PAGE)], ledger := host_ledger())
+    other = PinnedPool(MEMORY, [Place("carried", 0, 64)], Ledger.attach(ledger.export(), process="rollout0"))
+    pool.slot("saved").take("run prefix")
+    pool.slot("saved").view(torch.uint8).fill_(5)
+    both = (
+        r"host: offload gradients: gradients goes to bytes 4096 to 8192, and saved \(train0\) is there, in bytes 0 to"
+    )
+    with pytest.raises(PlanError, match=both):
+        pool.slot("gradients").take("offload gradients")
+    with pytest.raises(PlanError, match=r"carried goes to bytes 0 to 64, and saved \(train0\) is there"):
+        other.slot("carried").take("load")
+    with pytest.raises(PlanError, match=r"gradients \(bytes 4096 to 8192\) is not in use now: another object may lie"):
+        pool.slot("gradients").view(torch.uint8)
+    assert pool.slot("saved").view(torch.uint8).eq(5).all()
+    pool.slot("saved").free("run prefix_backward")
+    pool.slot("gradients").take("offload gradients")
+    other.slot("carried").take("load")
+    assert [e.place for e in ledger.events() if e.kind == "acquire"] == [(0, 2 * PAGE), (PAGE, 2 * PAGE)]
+
+
+def test_taking_and_freeing_again_is_no_change() -> None:
+    pool = PinnedPool(MEMORY, [Place("a", 0, PAGE)], ledger := host_ledger())
+    for _ in range(2):
+        pool.slot("a").take("run prefix mb")
+    for _ in range(2):
+        pool.slot("a").free("run prefix_backward mb 1")
+    assert [e.kind for e in ledger.events()] == ["acquire", "release"]
 
 
 def test_refused_pools() -> None:
     with pytest.raises(PlanError, match="pinned pool: slots named twice: a"):
-        pool_of(SlotSpec("a", 1), SlotSpec("a", 2))
-    with pytest.raises(PlanError, match="slots a and b overlap at byte 64"):
-        pool_of(SlotSpec("b", 64, offset=64), SlotSpec("a", 65, offset=0))
+        pool_of(Place("a", 0, 1), Place("a", 64, 2))
+    with pytest.raises(PlanError, match=r"b \(bytes 65 to 70\) does not begin at a multiple of 64 bytes"):
+        pool_of(Place("a", 0, 64), Place("b", 65, 5))
     with pytest.raises(PlanError, match="no slot c; there are: a, b"):
-        pool_of(SlotSpec("a", 1), SlotSpec("b", 1)).slot("c")
-    with pytest.raises(OutOfMemory, match=r"host: allocate pinned: b asks for 8\.00 KiB, but 8\.00 KiB of 12\.00") as e:
-        pool_of(SlotSpec("a", 2 * PAGE), SlotSpec("b", PAGE + 1), capacity_bytes=3 * PAGE)
+        pool_of(Place("a", 0, 1), Place("b", 64, 1)).slot("c")
+    with pytest.raises(
+        OutOfMemory, match=r"host: allocate pinned: b \(bytes 8192 to 12289\) ends .*\(1 bytes\) too"
+    ) as e:
+        pool_of(Place("a", 0, 2 * PAGE), Place("b", 2 * PAGE, PAGE + 1), capacity_bytes=3 * PAGE)
     assert "raise the cluster's host memory" in str(e.value)
 
 
-def test_pools_of_several_processes_share_the_host() -> None:
-    ledger = host_ledger(10 * PAGE)
-    other = Ledger.attach(ledger.export(), process="train1")
-    PinnedPool(MEMORY, [SlotSpec("moments", 6 * PAGE)], ledger)
-    with pytest.raises(OutOfMemory, match=r"24\.00 KiB  moments  \(train0\)"):
-        PinnedPool(MEMORY, [SlotSpec("moments", 6 * PAGE)], other)
-
-
 def test_pages_are_locked_or_the_reason_is_kept() -> None:
-    pool = pool_of(SlotSpec("a", PAGE))
+    pool = pool_of(Place("a", 0, PAGE))
     lines = Path("/proc/self/smaps").read_text().splitlines()
     locked = sum(int(line.split()[1]) for line in lines if line.startswith("Locked:"))
     assert pool.locked == (locked > 0)
     assert pool.locked != bool(pool.lock_error)
     refused = "mlock of 4096 bytes: not today"
-    soft = PinnedPool(MEMORY, [SlotSpec("a", PAGE)], host_ledger(), pin=lambda arena: refused)
+    soft = PinnedPool(MEMORY, [Place("a", 0, PAGE)], host_ledger(), pin=lambda arena: refused)
     assert (soft.locked, soft.lock_error) == (False, refused)
+    soft.slot("a").take("load")
     soft.slot("a").view(torch.uint8).fill_(1)  # and it works all the same
 
 
 def test_a_closed_pool_faults_and_is_counted_no_more() -> None:
     ledger = host_ledger()
-    pool = PinnedPool(MEMORY, [SlotSpec("a", PAGE), SlotSpec("b", 1)], ledger)
+    pool = PinnedPool(MEMORY, [Place("a", 0, PAGE), Place("b", PAGE, 1)], ledger)
+    for slot in pool.slots():
+        slot.take("load")
     view = pool.slot("a").view(torch.float32)
     assert ledger.total_bytes == 2 * PAGE
     pool.close()
@@ -133,7 +195,7 @@ def store_of(
 ) -> ObjectStore:
     """One object `x` of 10000 bytes (three pages)."""
     store = ObjectStore(Ledger.create("gpu0", capacity_bytes, process="train0"))
-    host = pool_of(SlotSpec("x", 10_000)).slot("x") if slot else None
+    host = PinnedPool(MEMORY, [Place("x", PAGE, 10_000)], host_ledger()).slot("x") if slot else None
     arena = MEMORY.reserve("x", 10_000)
     store.add([StoredObject("x", state_class, 10_000, arena, host, recomputable, host_backed, host_valid)])
     store.ledger.mark("P3 update")
@@ -143,6 +205,7 @@ def store_of(
 def host_copy(store: ObjectStore) -> torch.Tensor:
     slot = store["x"].slot
     assert slot is not None
+    slot.take("load")
     return slot.view(torch.float32)
 
 

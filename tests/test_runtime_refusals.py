@@ -31,6 +31,21 @@ def with_summary(plan: Plan, **changes: Any) -> Plan:
     return plan.model_copy(update={"summary": plan.summary.model_copy(update=changes)})
 
 
+def at_place_of(name: str, other: str) -> Plan:
+    """The plan with an object's place in the pinned pool where another's begins."""
+    pool = tight.summary.host_pool
+    at = {p.object: p.offset for p in pool.offsets}
+    moved = tuple(p.model_copy(update={"offset": at[other]}) if p.object == name else p for p in pool.offsets)
+    return with_summary(tight, host_pool=pool.model_copy(update={"offsets": moved}))
+
+
+def with_smaller_place(name: str) -> Plan:
+    """The plan with a page less for an object in the pinned pool."""
+    pool = tight.summary.host_pool
+    places = (p.model_copy(update={"bytes": p.bytes - 4096}) if p.object == name else p for p in pool.offsets)
+    return with_summary(tight, host_pool=pool.model_copy(update={"offsets": tuple(places)}))
+
+
 def drop(kind: type[Step], **fields: str) -> Callable[[list[Step]], None]:
     """Leave out the first step of a kind with these fields."""
 
@@ -153,6 +168,18 @@ CASES: dict[str, tuple[Plan, type[RollplexError], str]] = {
     "one byte too few on the device": (
         with_summary(tight, capacity_bytes=peak - 1), OutOfMemory,
         r"(?s)device 0: map .*, window .*: .* are live: .* \(1 bytes\) too many\n .* actor.snapshot  \(train 0\)",
+    ),
+    "saved state over the moments": (
+        at_place_of("actor.prefix_saved", "actor.moments"), PlanError,
+        r"run prefix actor mb 0: actor.prefix_saved goes to bytes \d+ to \d+, and actor.moments \(train 0\) is there",
+    ),
+    "two states at one place": (
+        at_place_of("actor.moments", "actor.master"), PlanError,
+        r"host: allocate pinned: actor.moments goes to bytes \d+ to \d+, and actor.master \(train 0\) is there",
+    ),
+    "a place too small": (
+        with_smaller_place("actor.prefix_saved"), PlanError,
+        r"run prefix actor mb 0: actor.prefix_saved has no slot of its size in the pinned pool",
     ),
     "one byte too few in the pool": (
         with_summary(tight, host_capacity_bytes=host_peak - 1), OutOfMemory,

@@ -18,19 +18,11 @@ from rollplex.backends.lanes import LaneSpan
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Task, Wait
 from rollplex.runtime.intervals import common, length
+from rollplex.runtime.memorylog import MemoryLog, ObjectBytes, PlaceInPool, WindowBytes
 from rollplex.runtime.metrics import MetricsWriter, running_mean
 from rollplex.runtime.printing import print_report, sparkline
 from rollplex.runtime.protocol import CONTROLLER, ProcessId
-from rollplex.runtime.report import (
-    MemoryLog,
-    ObjectBytes,
-    Overlap,
-    Report,
-    TimeLog,
-    WindowBytes,
-    WindowTime,
-    measured_overlap,
-)
+from rollplex.runtime.report import Overlap, Report, TimeLog, WindowTime, measured_overlap
 from rollplex.runtime.spans import Span
 from rollplex.runtime.trace import Trace, TraceFile
 
@@ -247,6 +239,42 @@ def test_the_printed_report_names_what_was_not_as_planned_and_an_early_end() -> 
     text = printed(shown)
     assert "memory     P1 decode: actor.boundary measured 8192, planned 4096 bytes" in text
     assert "2 of 3 steps, 1.25 s a step (EngineError" in text
+    assert "pool " not in text
+
+
+def test_the_printed_report_says_whether_objects_lay_at_their_places_in_the_pinned_pool() -> None:
+    shown = report()
+    shown.places = [PlaceInPool(w, "actor.master", (0, 64), (0, 64)) for w in ("P1 decode", "P3 update")]
+    assert "pool       as planned: 1 objects at their places" in printed(shown)
+    assert shown.memory_as_planned
+    shown.places += [
+        PlaceInPool("P3 update", "actor.moments", (64, 128), (128, 192)),
+        PlaceInPool("P3 update", "actor.gradients", (64, 128), None),
+    ]
+    text = printed(shown)
+    assert "pool       P3 update: actor.moments at bytes 128 to 192, planned 64 to 128" in text
+    assert "pool       P3 update: actor.gradients at bytes none, planned 64 to 128" in text
+    assert "at their places" not in text
+    assert not shown.memory_as_planned
+
+
+def test_an_object_at_another_place_or_in_another_window_shows_there() -> None:
+    """The log has what was put and when; the plan where it belongs, in all windows that a place lists."""
+    from runtime_tiny import tight_plan
+
+    plan, log = tight_plan(), MemoryLog()
+    pool = Ledger.create("host", 1 << 30, process="train 0")
+    place = next(p for p in plan.summary.host_pool.offsets if p.object == "actor.moments")
+    pool.acquire("actor.moments", place.bytes, "allocate pinned", place.offset + 4096)
+    pool.mark("P2 train-actor")
+    events, marks = pool.take_log()
+    log.add({TRAIN: EngineReport(pool_events=tuple(events), pool_marks=tuple(marks))})
+    (row,) = (r for r in log.places(plan) if (r.window, r.object) == ("P2 train-actor", "actor.moments"))
+    assert (row.planned, row.measured) == (
+        (place.offset, place.offset + place.bytes), (place.offset + 4096, place.offset + 4096 + place.bytes)
+    )  # fmt: skip
+    (row,) = (r for r in log.places(plan) if (r.window, r.object) == ("P3 update", "actor.moments"))
+    assert (row.planned is not None, row.measured) == (True, None)
 
 
 @pytest.mark.parametrize(("values", "line"), [([0.0, 1.0], "▁█"), ([2.0, 2.0], "▁▁"), ([1.0], "▁")])

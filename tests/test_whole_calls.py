@@ -88,6 +88,11 @@ def weight(question: str, index: int) -> float:
     return 1 + len(question) % 3 + index
 
 
+def weigh(question: str, index: int) -> float:
+    """Another for almost every question."""
+    return 1 + sum(map(ord, question)) % 7 + index
+
+
 def retell(question: str, tokens: list[int]) -> str:
     return question + "?" * (1 + sum(tokens) % 3)
 
@@ -105,7 +110,7 @@ def ask(question: str) -> str:
 
 
 CASES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "weighted": (WEIGHTED, weight),
+    "weighted": (WEIGHTED, weigh),
     "retold": (RETOLD, retell),
     "given": (GIVEN, give),
     "trained": (TRAINED, retell),
@@ -171,14 +176,22 @@ def weights_now(run: InThreads, role: str) -> dict[str, Tensor]:
 def test_two_steps_are_those_of_whole_sequences_and_torch(name: str, recompute: str) -> None:
     roles = job_of("grpo").model_dump()["roles"]
     roles["actor"] |= {"recompute": recompute}
-    run = run_of(plan_of(name, roles=roles), CASES[name][1])
+    steps_are_those_of_whole_sequences(run_of(plan_of(name, roles=roles), CASES[name][1]), 2, name)
+
+
+def steps_are_those_of_whole_sequences(run: InThreads, steps: int, name: str = "weighted") -> list[list[int]]:
+    """Loss, norm and weights of each step, of the prompts that it takes, whose numbers are returned."""
+    seen: list[list[int]] = []
     models = {role: Whole(config_of(run.job, role), weights_now(run, role)) for role in run.job.roles}
     o, parameters = run.job.optimizer, models["actor"].parameters
     adam = torch.optim.AdamW(parameters.values(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
-    for k in range(2):
+    for k in range(steps):
         run.step(k)
         adam.zero_grad()
-        loss = torch.cat(terms(name, run, k, models, run.states[TRAIN].values)).mean()
+        values = run.states[TRAIN].values
+        seen.append(values["rollout"].taken.tolist())
+        taken = {**values, "prompts": values["prompts"].take(values["rollout"].taken)}
+        loss = torch.cat(terms(name, run, k, models, taken)).mean()
         loss.backward()
         norm = float(clip_grad_norm_(parameters.values(), o.clip_norm or 0.0))
         adam.step()
@@ -188,6 +201,7 @@ def test_two_steps_are_those_of_whole_sequences_and_torch(name: str, recompute: 
         now = weights_now(run, "actor")
         assert max((now[n] - p).abs().max().item() for n, p in parameters.items()) < 1e-10
     run.close()
+    return seen
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -251,10 +265,47 @@ def test_a_host_function_that_makes_what_cannot_be_is_told_with_its_row(
         run_of(plan_of(name), says).step(0)
 
 
-def test_a_choice_among_sampled_prompts_and_an_early_host_function_do_not_go_together() -> None:
-    workload = {"rollout": {"kind": "oversample", "factor": 2}, "group": 3, "response_tokens": 10}
-    found = plan_of("weighted", workload=workload).not_executable
-    assert found == ("host function %weight runs before it is known which prompts a step takes",)
+OVERSAMPLED = {"rollout": {"kind": "oversample", "factor": 2}, "group": 3, "response_tokens": 10}
+
+
+STEPS = 6
+PARTIAL = {"rollout": {"kind": "partial", "share": 0.5}, "group": 3, "response_tokens": 10}
+
+
+@pytest.mark.parametrize("schedule", ["serial", "rollplex"])
+@pytest.mark.parametrize("workload", [OVERSAMPLED, PARTIAL], ids=["oversample", "partial"])
+def test_numbers_made_before_the_rollout_are_those_of_the_prompts_that_a_step_takes(
+    schedule: str, workload: dict[str, Any]
+) -> None:
+    """Of four prompts the first two to complete: the others' weights are not in the loss."""
+    run = run_of(plan_of("weighted", schedule=schedule, workload=workload), weigh)
+    taken = steps_are_those_of_whole_sequences(run, STEPS)
+    weights = [[weigh(row.question, 0) for row in run.feed.rows_of(step)] for step in range(STEPS)]
+    others = [[w[n] for n in numbers] for w, numbers in zip(weights, taken, strict=True)]
+    assert others != [w[: len(numbers)] for w, numbers in zip(weights, taken, strict=True)]
+    assert run.feed.metrics["other"] == pytest.approx(sum(weights[-1]) / 4 + 1)
+
+
+DIVIDED = WEIGHTED.replace(
+    "rx.masked_mean((logp - ref_logp) * score * weight, rollout.mask)",
+    "rx.masked_sum((logp - ref_logp) * score, rollout.mask) / weight.sum()",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "host", "workload"),
+    [
+        ("given", GIVEN, "given", OVERSAMPLED),
+        ("asked", ASKED, "asked", OVERSAMPLED),
+        ("weighted", DIVIDED, "weight", OVERSAMPLED),
+    ],
+    ids=["responses", "prompts", "a divisor of numbers alone"],
+)
+def test_a_choice_among_sampled_prompts_and_what_is_made_of_them_before_do_not_go_together(
+    name: str, body: str, host: str, workload: dict[str, Any]
+) -> None:
+    found = plan_of(name, body, workload=workload).not_executable
+    assert found == (f"host function %{host} runs before it is known which prompts a step takes",)
 
 
 def test_megatron_does_not_run_whole_calls() -> None:

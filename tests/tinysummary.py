@@ -23,7 +23,7 @@ from rollplex.ir.plan import (
 )
 from rollplex.ir.planned_layout import CaseBytes, LayoutAlternative, LayoutClass, LayoutSummary, TensorPlacement
 from rollplex.ir.planned_node import NodeMemory
-from rollplex.ir.planned_pool import HostPlace, HostPool
+from rollplex.ir.planned_pool import LASTING, HostPlace, HostPool
 
 Variant = Literal["rollplex", "serial", "apart", "pools", "partial"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -203,7 +203,7 @@ def node_memory(variant: Variant) -> NodeMemory:
     """CPU processes on one node: the pools alone are counted."""
     top = {name: 0 for name, _ in by_pool(variant)}
     for place in host_pool(variant).offsets:
-        top[place.pool] = place.offset + place.bytes
+        top[place.pool] = max(top[place.pool], place.offset + place.bytes)
     gpus = GPUS.get(variant, (2, {"gpus": 2}))[1]
     return NodeMemory(
         gpus=gpus, controller=True, capacity_bytes=max(host_pool(variant).bytes, 1) * sum(gpus.values()),
@@ -212,16 +212,29 @@ def node_memory(variant: Variant) -> NodeMemory:
 
 
 def host_pool(variant: Variant) -> HostPool:
-    """Everything that is ever at the host, one behind the other."""
-    names, places, top = tuple(WINDOWS[variant].values()), [], 0
+    """Everything that is ever at the host, one behind the other; but gradients lie where saved state was before."""
+    places, top = list[HostPlace](), 0
     pool = {o.name: name for name, held in by_pool(variant) for o in held}
     for o in objects(variant):
         if o.host_backed or "host" in o.residency.values():
-            places.append(HostPlace(object=o.name, pool=pool[o.name], offset=top, bytes=o.bytes, windows=names))
-            top += o.bytes
+            saved = next((p for p in places if p.object == "actor.prefix_saved"), None)
+            at = saved.offset if saved and o.name == "actor.gradients" else top
+            there = _needing_a_place(variant, o)
+            places.append(HostPlace(object=o.name, pool=pool[o.name], offset=at, bytes=o.bytes, windows=there))
+            top = max(top, at + o.bytes)
     bound = max(w.host_bytes for w in windows(variant))
     status = "optimal" if bound == top else "feasible"
     return HostPool(bytes=top, bound_bytes=bound, status=status, offsets=tuple(places))
+
+
+def _needing_a_place(variant: Variant, o: PlannedObject) -> tuple[str, ...]:
+    """All windows, or those in which it is at the host and the one at whose end it gets there."""
+    names = tuple(WINDOWS[variant].values())
+    if o.class_ in LASTING:
+        return names
+    there = [names.index(w) for w, place in o.residency.items() if place == "host"]
+    begins = there[0] if o.produced == names[there[0]] else there[0] - 1
+    return names[begins : there[-1] + 1]
 
 
 # Name, view, case, tensors, parameters (those of tinyjob.CONFIG in all), bytes of shard, received, buffer; group, slabs

@@ -28,14 +28,17 @@ Values = dict[str, Any]
 class EngineReport:
     """What an engine measured in one iteration: ledger logs, and metrics by name.
 
-    `metrics` are the same on all ranks, or to be averaged over them; `sums` are a rank's parts of a whole. `lanes` is
-    work that ran beside the steps.
+    `events` and `marks` are those of its device, `pool_events` and `pool_marks` of its GPU's pinned pool. `metrics` are
+    the same on all ranks, or to be averaged over them; `sums` are a rank's parts of a whole. `lanes` is work that ran
+    beside the steps.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
     events: tuple[Any, ...] = ()
     marks: tuple[Any, ...] = ()
+    pool_events: tuple[Any, ...] = ()
+    pool_marks: tuple[Any, ...] = ()
     lanes: tuple[LaneSpan, ...] = ()
 
 
@@ -93,6 +96,14 @@ class Objects(Protocol):
 
     def offload_part(self, name: str, start: int, stop: int, step: str) -> None:
         """Bytes [start, stop) to the host copy, and let their pages go; one thread a time, beside other work."""
+        ...
+
+    def put(self, name: str, step: str) -> None:
+        """A task begins to stream an object to the host. PlanError where another has its place in the pinned pool."""
+        ...
+
+    def forget(self, name: str, step: str) -> None:
+        """Nothing uses an object at the host any more: its place in the pinned pool is free."""
         ...
 
     def drop(self, name: str, step: str) -> None:

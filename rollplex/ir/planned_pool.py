@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rollplex.ir.steps import Strict, Whole
 
+LASTING = ("permanent", "regenerable")
+"""Classes of state that outlives an iteration: it keeps its place for ever, also while a copy of it is in HBM."""
+
 
 class HostPlace(Strict):
     """Where one object lies in the pinned pool of its GPU, whenever it is at the host."""

@@ -195,6 +195,19 @@ def touched(step: Step) -> tuple[str, ...]:
             return ()
 
 
+def named(step: Step) -> tuple[str, ...]:
+    """Every object that a step uses or moves, wherever it is."""
+    match step:
+        case Run():
+            return (*touched(step), *step.streams, *(piece.object for piece in step.offloads))
+        case UpdateChunk():
+            return (*touched(step), *step.streams)
+        case Map() | Unmap() | Fetch() | Offload() | Drop():
+            return (step.object,)
+        case _:
+            return touched(step)
+
+
 def describe(step: Step) -> str:
     """One line for messages and logs: `run train actor mb 3`."""
     match step:

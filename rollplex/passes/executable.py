@@ -13,6 +13,7 @@ from rollplex.ir.engines import engine as load_facts
 from rollplex.ir.engines import families, runs
 from rollplex.ir.job import Job
 from rollplex.ir.job_engines import Rollout
+from rollplex.ir.loss import split_loss
 from rollplex.ir.module import Module
 from rollplex.ir.serving import model_length
 from rollplex.passes.schedule import Schedule
@@ -24,7 +25,7 @@ def not_executable(module: Module) -> tuple[str, ...]:
     job, schedule = module.job, module[Schedule]
     return (
         *_of_engines(job), *_of_models(job), *_of_features(job), *_of_ranks(job), *_of_vllm(job), *_of_copies(job),
-        *_of_tails(job, schedule), *_of_turns(job), *_of_roles(job), *_of_calls(job, schedule),
+        *_of_tails(job, schedule), *_of_turns(job), *_of_roles(job), *_of_calls(job, schedule), *_of_early(module),
     )  # fmt: skip
 
 
@@ -160,7 +161,15 @@ def _of_calls(job: Job, schedule: Schedule) -> Iterator[str]:
     for call in (c for c in schedule.calls if c.op == "whole"):
         if (engine := job.trainer(call.role).engine) != "host":
             yield f"{call.role}'s call %{call.node} is not split: {engine} goes on from a prefix"
-    for host in schedule.hosts:
-        chosen = len(job.sampled_per_engine) > 1 or job.workload.rollout.kind != "full"
-        if host in schedule.early and chosen:
-            yield f"host function %{host} runs before it is known which prompts a step takes"
+
+
+def _of_early(module: Module) -> Iterator[str]:
+    """Host functions before the rollout, of prompts among which a step chooses: numbers behind it can be chosen too."""
+    job, schedule, graph = module.job, module[Schedule], module.graph
+    again, some = len(job.sampled_per_engine) > 1, job.workload.rollout.kind != "full"
+    sampled = {call.node for call in schedule.generates}
+    divisors = [set(split_loss(graph, role).divisor_inputs) for role in job.trained]
+    for node in (n for n in graph.nodes if n.name in schedule.early):
+        alone = any(node.name in made_of and not made_of & sampled for made_of in divisors)
+        if again or (some and (alone or node.kwargs.get("returns", "scores") != "scores")):
+            yield f"host function %{node.name} runs before it is known which prompts a step takes"

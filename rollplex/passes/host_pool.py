@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from rollplex.ir.module import Module
 from rollplex.ir.plan import SolverResult
-from rollplex.ir.planned_pool import HostPlace, HostPool
+from rollplex.ir.planned_pool import LASTING, HostPlace, HostPool
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.offsets import Packing, pack
 from rollplex.passes.offsets_data import Item
@@ -26,7 +26,6 @@ from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import Lifetimes, StateObject
 
 BEGIN, WORK, END = range(3)
-LASTING = ("permanent", "regenerable")
 
 
 @dataclass(frozen=True)

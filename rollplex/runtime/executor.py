@@ -49,6 +49,7 @@ def run_iteration(state: ProcessState, iteration: int) -> None:
             execute(state, step)
             if state.engine is not None:
                 state.engine.objects.settle()
+                _forget(state, index)
             state.link.leave(iteration, index, start_ns, time.monotonic_ns())
     finally:
         for update in state.updates.values():
@@ -125,6 +126,8 @@ def _run(state: ProcessState, step: Run, text: str) -> None:
         scale = state.memory.scale(step, take(state.values, step.inputs))
         outputs = dict.fromkeys(step.outputs, state.optimizer(step.role).norm(scale))
     else:
+        for name in step.streams if step.task == "prefix" else ():  # all other tasks stream what is there
+            state.memory.objects.put(name, text)
         with leaving(state, step), _measured(state, step, text):
             outputs = state.tasks.run(step, take(state.values, step.inputs))
     assert set(outputs) == set(step.outputs), f"{text} made {sorted(outputs)}, planned {sorted(step.outputs)}"
@@ -132,6 +135,12 @@ def _run(state: ProcessState, step: Run, text: str) -> None:
     gone = {piece.object for piece in step.offloads}
     state.produced -= gone
     _wrote(state, tuple(name for name in step.writes if name not in gone), text)
+
+
+def _forget(state: ProcessState, index: int) -> None:
+    """Places in the pinned pool that nothing needs behind this step, for those that the plan puts there next."""
+    for name in state.last_uses.get(index, ()):
+        state.memory.objects.forget(name, describe(state.program[index]))
 
 
 def _measured(state: ProcessState, step: Run | UpdateChunk, text: str) -> AbstractContextManager[None]:

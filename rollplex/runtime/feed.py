@@ -37,10 +37,11 @@ from rollplex.ir.errors import DataError
 from rollplex.ir.job import Job
 from rollplex.ir.parts import group_of, round_of, whole
 from rollplex.ir.plan import Plan, references
+from rollplex.ir.planned_hosts import early_hosts
 from rollplex.ir.steps import Run
 from rollplex.runtime.background import Later
 from rollplex.runtime.calls import Call, HostCalls, Limits, message, score
-from rollplex.runtime.hostvalues import as_prompts, as_rollout, early_calls, early_hosts, returned
+from rollplex.runtime.hostvalues import as_prompts, as_rollout, early_calls, returned
 from rollplex.runtime.offers import EARLY_OFFERS, asked, parameters_of, row_data
 from rollplex.runtime.rounds import RoundLog
 from rollplex.runtime.steprows import RoundRows, StepRows

@@ -21,20 +21,11 @@ from rollplex.backends.data.histories import Histories
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.data.rollout import Rollout
 from rollplex.ir.errors import DataError
-from rollplex.ir.plan import Plan, references
+from rollplex.ir.plan import Plan
 from rollplex.runtime.calls import Call
 
 OF_EARLY = ("scores", "prompts", "rollout")
 OF_LATE = ("scores", "history", "sample_prompts", "rollout")
-
-
-def early_hosts(plan: Plan) -> frozenset[str]:
-    """The host functions behind which there is no response."""
-    late: set[str] = set()
-    for record in plan.graph:
-        if record.op == "rx.generate" or late.intersection(references([record.args, record.kwargs])):
-            late.add(record.name)
-    return frozenset(name for name in plan.hosts if name not in late)
 
 
 def returned(plan: Plan, node: str) -> str:

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rollplex.backends.cuda.machine import Card, cards
-from rollplex.backends.memory.planned import in_pool
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.engines import lacking, runs
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import NodeRecord, Plan, references
+from rollplex.ir.planned_hosts import early_hosts
 from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import Exchange, Rebuild
 from rollplex.runtime.feed import Feed
-from rollplex.runtime.hostvalues import OF_EARLY, OF_LATE, early_hosts, returned
+from rollplex.runtime.hostvalues import OF_EARLY, OF_LATE, returned
 from rollplex.runtime.offers import EARLY_OFFERS, OFFERS, parameters_of
 
 HOST_FUNCTION = Callable[..., Any]
@@ -77,7 +77,7 @@ def _not_installed(plan: Plan) -> Iterator[Problem]:
 def check_machine(plan: Plan) -> None:
     """Refuse a plan whose device and pool do not fit the memory that this machine has free now."""
     job = Job.model_validate(plan.job)
-    pool = sum(o.bytes for o in plan.summary.objects if in_pool(o))
+    pool = plan.summary.host_pool.bytes
     gpus, peak = plan.processes["train"].ranks, plan.summary.peak_hbm_bytes
     need, free = gpus * (pool + (peak if job.on_host else 0)), available_bytes()
     if need > free:

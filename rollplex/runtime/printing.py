@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollplex.ir.sizes import pretty
+from rollplex.runtime.memorylog import Place
 from rollplex.runtime.report import Report, WindowTime
 
 
@@ -98,6 +99,7 @@ def _print_objects(report: Report, console: Console) -> None:
     for row in report.pieces:
         told = "let go piece by piece, as planned" if row.planned == row.measured else "NOT let go as planned"
         console.print(f"pieces     {row.object}: {len(row.planned)} {told}")
+    _print_places(report, console)
     wrong = [row for row in report.objects if not row.as_planned]
     if not wrong:
         held = sum(not row.temporary for row in report.objects)
@@ -109,3 +111,19 @@ def _print_objects(report: Report, console: Console) -> None:
         console.print(
             f"[red]memory     {row.window}: {row.object} measured {row.measured}, planned {row.planned} bytes[/]"
         )
+
+
+def _print_places(report: Report, console: Console) -> None:
+    """The pinned pool: where objects lay in it."""
+    wrong = [row for row in report.places if row.planned != row.measured]
+    if report.places and not wrong:
+        console.print(f"pool       as planned: {len({row.object for row in report.places})} objects at their places")
+    for row in wrong:
+        console.print(
+            f"[red]pool       {row.window}: {row.object} at bytes {_bytes(row.measured)}, "
+            f"planned {_bytes(row.planned)}[/]"
+        )
+
+
+def _bytes(place: Place | None) -> str:
+    return "{} to {}".format(*place) if place else "none"

@@ -8,17 +8,15 @@ memory      P1 decode         planned 61.2 MiB   measured 61.2 MiB   equal, obje
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
-from rollplex.backends.engine import EngineReport
-from rollplex.backends.memory.planned import is_temporary
-from rollplex.backends.memory.usage import TOTAL, bytes_by_window, touched_by_window
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Barrier, Run, Wait
 from rollplex.runtime.intervals import Interval, common, length
+from rollplex.runtime.memorylog import ObjectBytes, PieceBytes, PlaceInPool, WindowBytes
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.sampling import SampledGroups
 from rollplex.runtime.spans import Span
@@ -60,40 +58,6 @@ class Overlap:
         return self.post_hidden_s / self.post_s if self.post_s else 0.0
 
 
-@dataclass(frozen=True)
-class ObjectBytes:
-    """One object in one window. A temporary's measured bytes are the peak torch allocated inside its reservation."""
-
-    window: str
-    object: str
-    planned: int
-    measured: int
-    temporary: bool
-
-    @property
-    def as_planned(self) -> bool:
-        """Memory that is handed out must be what was planned; temporaries must stay within it."""
-        return self.measured <= self.planned if self.temporary else self.measured == self.planned
-
-
-@dataclass(frozen=True)
-class WindowBytes:
-    """All of a device in one window; temporaries count with their reservation on both sides."""
-
-    window: str
-    planned: int
-    measured: int
-
-
-@dataclass(frozen=True)
-class PieceBytes:
-    """An object that leaves in pieces: bytes that were let go one after the other, in the step that differs most."""
-
-    object: str
-    planned: tuple[int, ...]
-    measured: tuple[int, ...]
-
-
 @dataclass
 class Report:
     """Everything but the trace; `metrics` has one entry an iteration."""
@@ -112,6 +76,7 @@ class Report:
     memory: list[WindowBytes] = field(default_factory=list)
     objects: list[ObjectBytes] = field(default_factory=list)
     pieces: list[PieceBytes] = field(default_factory=list)
+    places: list[PlaceInPool] = field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:
@@ -120,8 +85,9 @@ class Report:
 
     @property
     def memory_as_planned(self) -> bool:
-        """Whether every object in every window was what the plan said."""
-        return all(row.as_planned for row in self.objects) and all(p.planned == p.measured for p in self.pieces)
+        """Whether every object in every window was what the plan said, and where it said."""
+        told = (*self.pieces, *self.places)
+        return all(row.as_planned for row in self.objects) and all(row.planned == row.measured for row in told)
 
 
 class TimeLog:
@@ -195,92 +161,6 @@ KINDS = {"generate": "decode", "prefix": "prefix"} | dict.fromkeys(
     ("suffix", "whole", "train", "prefix_backward"), "post"
 )
 """What a task is in the account of overlap."""
-
-
-@dataclass
-class _Device:
-    """The largest figure of each window and object on one GPU."""
-
-    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
-    touched: dict[str, dict[str, int]] = field(default_factory=dict)
-    released: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
-
-    def add(self, reports: Mapping[str, EngineReport]) -> None:
-        """One iteration's logs by process kind; windows are the training rank's."""
-        events = [event for report in reports.values() for event in report.events]
-        marks = reports["train"].marks
-        let_go = [(e.object, e.nbytes) for e in sorted(events, key=lambda e: e.seq) if e.kind == "release"]
-        for name in {name for name, _ in let_go}:
-            self.released.setdefault(name, set()).add(tuple(n for other, n in let_go if other == name))
-        for into, found in (
-            (self.peaks, bytes_by_window(events, marks)),
-            (self.touched, touched_by_window(events, marks)),
-        ):
-            for window, rows in found.items():
-                kept = into.setdefault(window, {})
-                kept.update({name: max(kept.get(name, 0), nbytes) for name, nbytes in rows.items()})
-
-    def windows(self, plan: Plan) -> list[int]:
-        """Measured totals of the plan's windows."""
-        return [self.peaks.get(window.name, {}).get(TOTAL, 0) for window in plan.summary.windows]
-
-    def objects(self, plan: Plan) -> list[ObjectBytes]:
-        """Planned and measured bytes of every object that either side has, window by window."""
-        rows = []
-        for window in plan.summary.windows:
-            held = {n: b for n, b in self.peaks.get(window.name, {}).items() if n != TOTAL}
-            for name in sorted(window.by_object.keys() | held.keys()):
-                temporary = is_temporary(name)
-                measured = self.touched.get(window.name, {}).get(name, 0) if temporary else held.get(name, 0)
-                rows.append(ObjectBytes(window.name, name, window.by_object.get(name, 0), measured, temporary))
-        return rows
-
-
-class MemoryLog:
-    """The ledger logs of all iterations, GPU by GPU; its figures are of the GPU that differs most from the plan."""
-
-    def __init__(self) -> None:
-        self.devices: dict[int, _Device] = {}
-
-    def add(self, reports: Mapping[ProcessId, EngineReport]) -> None:
-        """One iteration's logs."""
-        for gpu in sorted({process.rank for process in reports}):
-            own = {process.kind: report for process, report in reports.items() if process.rank == gpu}
-            self.devices.setdefault(gpu, _Device()).add(own)
-
-    def windows(self, plan: Plan) -> list[WindowBytes]:
-        """Planned and measured totals of the plan's windows."""
-        measured = zip(*(device.windows(plan) for device in self.devices.values()), strict=True)
-        rows = zip(plan.summary.windows, measured, strict=True)
-        return [WindowBytes(w.name, w.hbm_bytes, max(m, key=lambda n: abs(n - w.hbm_bytes))) for w, m in rows]
-
-    def objects(self, plan: Plan) -> list[ObjectBytes]:
-        """Planned and measured bytes of every object that a GPU or the plan has, window by window."""
-        rows: dict[tuple[str, str], ObjectBytes] = {}
-        for device in self.devices.values():
-            for row in device.objects(plan):
-                kept = rows.setdefault((row.window, row.object), row)
-                worse = (kept.as_planned, -abs(kept.measured - kept.planned))
-                if (row.as_planned, -abs(row.measured - row.planned)) < worse:
-                    rows[row.window, row.object] = row
-        return list(rows.values())
-
-    def pieces(self, plan: Plan) -> list[PieceBytes]:
-        """Planned and measured bytes of what leaves in pieces, piece by piece."""
-        rows = []
-        for name, planned in planned_pieces(plan).items():
-            found = {pattern for device in self.devices.values() for pattern in device.released.get(name, {()})}
-            rows.append(PieceBytes(name, planned, max(found, key=lambda pattern: pattern != planned)))
-        return rows
-
-
-def planned_pieces(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Bytes of the pieces in which objects leave HBM, in order."""
-    found: dict[str, tuple[int, ...]] = {}
-    steps = (step for program in plan.programs.values() for step in program if isinstance(step, Run))
-    for piece in (p for step in steps for p in step.offloads):
-        found[piece.object] = (*found.get(piece.object, ()), piece.stop - piece.start)
-    return found
 
 
 def write_report(report: Report, path: Path) -> None:

@@ -43,10 +43,11 @@ from rollplex.runtime.events import (
 from rollplex.runtime.feed import Feed
 from rollplex.runtime.gathering import agreed_digests, merged_metrics
 from rollplex.runtime.interrupt import Interrupt
+from rollplex.runtime.memorylog import MemoryLog
 from rollplex.runtime.metrics import MetricsWriter, check_wandb, curves_of, draw_curve, watched
 from rollplex.runtime.preflight import HOST_FUNCTION, check_hosts, check_machine, check_plan, make_feed
 from rollplex.runtime.protocol import CONTROLLER, Ask, ProcessId
-from rollplex.runtime.report import MemoryLog, Report, TimeLog, write_report
+from rollplex.runtime.report import Report, TimeLog, write_report
 from rollplex.runtime.resume import Beginning, begin_at, store_plan
 from rollplex.runtime.rundir import run_directory
 from rollplex.runtime.sampling import sampled_groups
@@ -262,6 +263,6 @@ class _Run:
         report.step_s, report.times, report.overlap = self.times.step_s, self.times.windows(), self.times.overlap
         if self.done > self.begin.step:
             report.memory, report.objects = self.memory.windows(self.plan), self.memory.objects(self.plan)
-            report.pieces = self.memory.pieces(self.plan)
+            report.pieces, report.places = self.memory.pieces(self.plan), self.memory.places(self.plan)
         write_report(report, self.out_dir / "report.json")
         draw_curve(report.rewards, self.out_dir / "reward.png", report.reward or "reward")

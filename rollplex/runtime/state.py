@@ -9,7 +9,8 @@ from rollplex.backends.engine import Engine, Tasks, Values
 from rollplex.backends.lanes import LaneSpan
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Step
+from rollplex.ir.planned_pool import LASTING
+from rollplex.ir.steps import Step, named
 from rollplex.runtime.link import Link
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.update import StreamedUpdate
@@ -19,7 +20,8 @@ from rollplex.runtime.update import StreamedUpdate
 class ProcessState:
     """One process in one iteration; `values` are those that this process produced or received in it.
 
-    `lanes` is the work that ran beside its steps.
+    `lanes` is the work that ran beside its steps, `last_uses` what has no more use at the host behind a step, by its
+    number.
     """
 
     process: ProcessId
@@ -28,6 +30,7 @@ class ProcessState:
     tasks: Tasks
     engine: Engine | None = None
     updates: Mapping[str, StreamedUpdate] = field(default_factory=dict)
+    last_uses: Mapping[int, Sequence[str]] = field(default_factory=dict)
     iteration: int = -1
     window: str = ""
     values: Values = field(default_factory=dict)
@@ -54,7 +57,18 @@ def engine_state(process: ProcessId, plan: Plan, job: Job, link: Link, engine: E
         role: StreamedUpdate(options, trained, program, job.run.silent_s, link.stage)
         for role, trained in engine.trained().items()
     }
-    return ProcessState(process, program, link, engine, engine, updates, produced=there)
+    return ProcessState(process, program, link, engine, engine, updates, last_uses(plan, process.kind), produced=there)
+
+
+def last_uses(plan: Plan, kind: str) -> dict[int, list[str]]:
+    """What does not outlive an iteration and has a place in the pinned pool, by the step that names it last."""
+    at = {name: index for index, step in enumerate(plan.programs[kind]) for name in named(step)}
+    short = {o.name for o in plan.summary.objects if o.process == kind and o.class_ not in LASTING}
+    found: dict[int, list[str]] = {}
+    for place in plan.summary.host_pool.offsets:
+        if place.object in short and place.object in at:
+            found.setdefault(at[place.object], []).append(place.object)
+    return found
 
 
 def take(values: Mapping[str, object], names: Sequence[str]) -> Values:

@@ -6,6 +6,7 @@ host      1-1          1    stock    untied  264      trained  yes    whole    a
 host      1-1          2    stock    tied    264      frozen   no     whole    all      float32  hbm       grpo
 host      1-1          2    stock    untied  264      trained  yes    shares   matrices float64  host      ppo
 host      1-1          2    stock    untied  264      trained  yes    shares   all      float64  dropped   reinforce_pp
+host      1-1          2    stock    untied  264      trained  yes    pieces   all      float64  host      ppo
 megatron  1-1          1    stock    tied    padded   trained  yes    whole    all      float64  dropped   grpo
 megatron  1-1          2    reindex  untied  padded   trained  no     shares   all      float32  host      rloo
 megatron  2-1          1    stock    untied  padded   frozen   no     whole    all      float64  host      grpo
@@ -14,6 +15,8 @@ megatron  2-2  tokens  1    stock    untied  as is    trained  yes    whole    a
 megatron  4-2  tokens  1    stock    tied    padded   trained  yes    whole    matrices float64  host      grpo
 megatron  4-2          1    reindex  untied  padded   frozen   yes    whole    all      float32  hbm       dapo
 megatron  4-1          1    stock    untied  padded   trained  no     whole    all      float64  host      grpo
+megatron  2-1          1    stock    tied    padded   trained  yes    pieces   all      float64  host      grpo
+megatron  2-1  tokens  2    stock    untied  padded   trained  yes    both     all      float32  host      grpo
 with vLLM as the rollout engine:
 host      1-1          1    stock    tied    264      trained  yes    whole    all      float32  host      grpo
 megatron  1-1          1    stock    untied  padded   trained  yes    whole    all      float32  hbm       grpo
@@ -24,7 +27,8 @@ megatron  2-2          1    reindex  untied  as is    trained  yes    whole    a
 Every value of every column is there, and every pair that meets in one mechanism: TP x order x case (1 where degrees are
 equal, 2 where training is cut finer, 3 for QKV in stock order), TP x DP x shares, tied x padded, frozen x clipping
 (whose norm leaves the tower out), shares x several trained roles, shares and TP x parameters that decay, dtype x TP,
-sequence parallelism (`cut: tokens`) x TP x recomputation x shares.
+sequence parallelism (`cut: tokens`) x TP x recomputation x shares. Where an update has no room for gradients, they
+leave in pieces (`update: pieces`, `both` with shares), at the least memory: x several trained roles, x TP.
 `reinforce_pp` mixes the prompts of all ranks, so it has no `streamed`. The model that vLLM rolls out is wider: it has
 attention for heads of 32 and more.
 """
@@ -45,12 +49,14 @@ from vllm_tiny import VL
 from rollplex.ir.job import Job
 from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
+from rollplex.ir.steps import Run
 from rollplex.passes.pipeline import compile_plan
 
 SCHEDULES = ("serial", "rollplex", "streamed")
 STEPS = 2
 BOUND = {"float64": 1e-10, "float32": 1e-5}
 HOST_MEMORY = {"kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
+GROUP = 2
 AS_IS = 512
 """A vocabulary that Megatron pads at no degree here."""
 
@@ -75,12 +81,13 @@ class Combination:
     saved: str = "host"
     algorithm: str = "grpo"
     roller: str = "host"
+    pieces: bool = False
 
     def __str__(self) -> str:
         roller = "" if self.roller == "host" else f" {self.roller}"
         degrees = f"{self.trainer}{roller} {self.train}-{self.rollout} x{self.copies} {self.order}"
         named = {"tied": self.tied, "frozen": self.frozen, "unclipped": not self.clip, "shares": self.shares}
-        named |= {"tokens": self.tokens, "matrices": self.matrices}
+        named |= {"tokens": self.tokens, "matrices": self.matrices, "pieces": self.pieces}
         return " ".join([degrees, *(name for name, on in named.items() if on), self.dtype, self.saved, self.algorithm])
 
     @property
@@ -89,7 +96,8 @@ class Combination:
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        return SCHEDULES[:2] if self.algorithm == "reinforce_pp" else SCHEDULES
+        """Not all are there for all: the update of a share has room for gradients wherever the stream has."""
+        return SCHEDULES[:2] if self.algorithm == "reinforce_pp" or (self.pieces and self.shares) else SCHEDULES
 
     @property
     def config(self) -> dict[str, Any]:
@@ -104,6 +112,7 @@ COMBINATIONS = (
     Combination("host", copies=2, tied=True, frozen=True, clip=False, dtype="float32", saved="hbm"),
     Combination("host", copies=2, shares=True, matrices=True, algorithm="ppo"),
     Combination("host", copies=2, shares=True, saved="dropped", algorithm="reinforce_pp"),
+    Combination("host", copies=2, pieces=True, algorithm="ppo"),
     Combination("megatron", tied=True, saved="dropped"),
     Combination("megatron", copies=2, order="reindex", clip=False, shares=True, dtype="float32", algorithm="rloo"),
     Combination("megatron", 2, 1, frozen=True, clip=False),
@@ -114,6 +123,8 @@ COMBINATIONS = (
     Combination("megatron", 4, 2, tied=True, tokens=True, matrices=True),
     Combination("megatron", 4, 2, order="reindex", frozen=True, dtype="float32", saved="hbm", algorithm="dapo"),
     Combination("megatron", 4, 1, clip=False),
+    Combination("megatron", 2, 1, tied=True, pieces=True),
+    Combination("megatron", 2, 1, copies=2, shares=True, tokens=True, pieces=True, dtype="float32"),
     *(
         Combination(
             trainer, train, rollout, order=order, tied=tied, dtype="float32", saved=saved, vocab=vocab, roller="vllm"
@@ -146,6 +157,23 @@ def weights(of: Combination) -> Path:
 
 @cache
 def plan_of(of: Combination, schedule: str) -> Plan:
+    """The plan; where gradients leave in pieces, for the least memory in which they do and groups are whole."""
+    algorithm, kib = load_algorithm(f"examples/{of.algorithm}.py"), 2 << 10 if of.pieces else 64 << 10
+    for _ in range(60):
+        plan = compile_plan(algorithm, job_of(of, schedule, f"{kib} KiB"))
+        if plan.infeasible is None and (not of.pieces or _leaving(plan)):
+            return plan
+        kib += max(-(-plan.infeasible.shortfall_bytes // 1024) if plan.infeasible else 0, 16)
+    raise AssertionError(f"no capacity for {of} under {schedule}")
+
+
+def _leaving(plan: Plan) -> bool:
+    """Whether gradients of all roles leave in pieces; a group that is trained on in parts has other bits."""
+    roles = {step.role for step in plan.programs["train"] if isinstance(step, Run) and step.offloads}
+    return roles == set(plan.losses) and plan.summary.chunks.microbatch.suffix_responses == GROUP
+
+
+def job_of(of: Combination, schedule: str, capacity: str) -> Job:
     """Two steps, a checkpoint behind each: of the first one a test reads the moments, which are the gradient's."""
     cut = {"sequence_parallel": of.tokens} if of.trainer == "megatron" else {}
     train = {"engine": of.trainer, "tensor_parallel": of.train, "distributed_optimizer": of.shares, **cut}
@@ -159,18 +187,18 @@ def plan_of(of: Combination, schedule: str) -> Plan:
         schedule=schedule,
         layout={"order": of.order},
         model={"dtype": of.dtype, "config": of.config},
-        cluster={"gpus_per_node": of.gpus, "capacity_gib": "64 MiB"},
-        workload={"prompts": 4, "response_tokens": 8},
+        cluster={"gpus_per_node": of.gpus, "capacity_gib": capacity},
+        workload={"prompts": 4, "group": GROUP, "response_tokens": 8},
         optimizer={
             "lr": 1e-2,
             "eps": 1e-4,
             "weight_decay": 0.1,
             "clip_norm": 0.5 if of.clip else None,
             "no_decay": ["*.bias", "*norm*"] if of.matrices else [],
+            "chunks": 1 if of.pieces else "auto",
         },
         algorithm={"longest": 8, "cache": 4} if of.algorithm == "dapo" else {},
         run={"steps": STEPS, "checkpoint_every": 1, "weights": str(weights(of)), "silent_s": 60},
     )
     roles = {"actor": actor, **({} if of.algorithm in ("gspo", "dapo") else others)}
-    job = Job.model_validate({**job.model_dump(), "roles": roles})
-    return compile_plan(load_algorithm(f"examples/{of.algorithm}.py"), job)
+    return Job.model_validate({**job.model_dump(), "roles": roles})

@@ -4,7 +4,8 @@ gradients      of the first step, against one pass of transformers over whole se
 updates        weights behind two steps, against torch.optim on whole parameters
 schedules      serial = rollplex = streamed, to the bit
 pages          both engines read one physical copy; what rollout sampled has transformers' probabilities under it
-bytes          every object in every window is what the plan says, and nobody has a second copy
+bytes          every object in every window is what the plan says, at its place in the pinned pool, and nobody has a
+               second copy
 layout         the case that each class of weights is said to be, and no buffer where rows are re-indexed
 collectives    the ranks of a kind enter the same ones in the same order, those of the plan
 """
@@ -17,7 +18,7 @@ from combinations import BOUND, COMBINATIONS, STEPS, Combination, plan_of
 from evidence import book, ended, laid_out, ran
 from vllm_tiny import needs_vllm
 
-from rollplex.ir.steps import Exchange
+from rollplex.ir.steps import Exchange, Run
 from rollplex.runtime.protocol import ProcessId
 
 RUN = [pytest.param(c, marks=needs_vllm) if c.roller == "vllm" else c for c in COMBINATIONS]
@@ -93,6 +94,10 @@ def test_every_object_in_every_window_has_the_bytes_of_the_plan(of: Combination)
         report = ran(of, schedule).result.report
         assert [row for row in report.objects if not row.as_planned] == []
         assert [(w.window, w.planned) for w in report.memory] == [(w.window, w.measured) for w in report.memory]
+        assert [p for p in report.pieces if p.planned != p.measured] == []
+        assert [p for p in report.places if p.planned != p.measured] == []
+        at_host = {o.name for o in plan_of(of, schedule).summary.objects if "host" in o.residency.values()}
+        assert at_host <= {p.object for p in report.places}
         permanent = [row for row in report.objects if not row.temporary and row.planned]
         assert {"actor.snapshot", "actor.gradients", "rollout.kv"} <= {row.object for row in permanent if row.measured}
 
@@ -104,9 +109,13 @@ def test_ranks_enter_the_collectives_of_the_plan_in_its_order(of: Combination) -
         planned = [s for s in plan.programs["train"] if isinstance(s, Exchange)]
         entered = [run.exchanges.get(ProcessId("train", rank), []) for rank in range(of.gpus)]
         assert all(steps == planned * STEPS for steps in entered)
-        needed = {("dp", "reduce_scatter"), ("dp", "all_gather")} if of.shares else {("dp", "all_reduce")}
+        reduce, sent = ("reduce_scatter", {("dp", "all_gather")}) if of.shares else ("all_reduce", set())
+        needed = sent | (set() if of.pieces else {("dp", reduce)})
         needed = (needed if of.copies > 1 else set()) | ({("q", "all_gather")} if of.train > of.rollout else set())
         assert {(s.group, s.op) for s in planned} == needed
+        pieces = [p for s in plan.programs["train"] if isinstance(s, Run) for p in s.offloads]
+        assert {p.reduce for p in pieces} == ({reduce if of.copies > 1 else ""} if of.pieces else set())
+        assert {p.object for p in run.result.report.pieces} == {p.object for p in pieces}
 
 
 def test_weights_lie_as_the_case_has_them(of: Combination) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import Any
 
 from mutants.edit import mutant, objects, summarise
 from rollplex.ir.plan import Plan
-from rollplex.ir.planned_pool import HostPlace
+from rollplex.ir.planned_pool import LASTING, HostPlace
 
 
 def with_pool(plan: Plan, **fields: Any) -> Plan:
@@ -84,3 +84,37 @@ def places_at_the_same_addresses(plan: Plan) -> Iterator[Plan]:
         if a.pool == b.pool and any(one[w] == other[w] == "host" for w in one):
             yield with_place(plan, a.object, offset=max(b.offset + b.bytes - 1, 0))
             yield with_place(plan, a.object, offset=b.offset)
+
+
+@mutant("host-overlap", "host-offset")
+def places_change_places(plan: Plan) -> Iterator[Plan]:
+    """Two places of different sizes: one of them lies in a neighbour's, or behind the pool's end."""
+    for a, b in combinations(places(plan), 2):
+        if a.pool == b.pool and a.bytes != b.bytes and a.offset != b.offset:
+            yield with_place(with_place(plan, a.object, offset=b.offset), b.object, offset=a.offset)
+
+
+@mutant("host-offset")
+def place_off_its_page(plan: Plan) -> Iterator[Plan]:
+    """A byte higher, as far as the pool reaches: no other is in the way of what lies alone in it."""
+    for p in places(plan):
+        if p.bytes > 1 and p.offset + p.bytes < plan.summary.host_pool.bytes:
+            yield with_place(plan, p.object, offset=p.offset + 1)
+
+
+@mutant("host-offset")
+def window_of_a_place_too_many(plan: Plan) -> Iterator[Plan]:
+    """Of what is there for a while; the run's log has it in fewer."""
+    names = tuple(w.name for w in plan.summary.windows)
+    for p in places(plan):
+        if names[-1] not in p.windows:
+            yield with_place(plan, p.object, windows=(*p.windows, names[-1]))
+
+
+@mutant("host-overlap")
+def gradients_over_state_that_is_in_hbm(plan: Plan) -> Iterator[Plan]:
+    """What outlives an iteration keeps its place, also while nothing valid is in it."""
+    held = {p.object: p for p in places(plan)}
+    for p in places(plan):
+        if objects(plan)[p.object].class_ in LASTING and (own := held.get("actor.gradients")) and own.pool == p.pool:
+            yield with_place(plan, "actor.gradients", offset=p.offset)

@@ -5,7 +5,8 @@
     ledger.mark("P1 decode"); ledger.acquire("rollout.kv", nbytes, "map rollout.kv"); ledger.release("rollout.kv", ..)
 
 A file lock keeps processes apart; the kernel opens it when its holder dies. The same class counts the pinned host pool
-(device HOST). `usage.py` turns the logs of several processes into bytes by window.
+(device HOST), and knows where in it each object lies. `usage.py` turns the logs of several processes into bytes by
+window.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _LOCK_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Event:
-    """One change: what it added or took (`nbytes`), and the device's total after it. `ns` is CLOCK_MONOTONIC."""
+    """One change: what it added or took (`nbytes`), and the device's total after it. `ns` is CLOCK_MONOTONIC.
+
+    `place` are the bytes [start, stop) of the pinned pool that an object takes.
+    """
 
     ns: int
     seq: int
@@ -39,6 +43,7 @@ class Event:
     object: str
     nbytes: int
     total: int
+    place: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,18 +94,21 @@ class Ledger:
         """Let go of the table; it vanishes with its last process. What this process holds stays on it: see `forget`."""
         self._close()
 
-    def acquire(self, name: str, nbytes: int, step: str) -> int:
-        """Count an object of this process; returns its bytes in whole pages.
+    def acquire(self, name: str, nbytes: int, step: str, offset: int | None = None) -> int:
+        """Count an object of this process, which begins at byte `offset` of the pinned pool; returns its whole pages.
 
-        OutOfMemory over capacity, PlanError if the process holds the object already.
+        OutOfMemory over capacity, PlanError if the process holds the object already or another lies there.
         """
+        place = None if offset is None else (offset, offset + nbytes)
         with self._table() as table:
             if table.find(self.process, name):
                 raise self._plan_error(f"{step}: {name} is mapped already by {self.process}", "drop the second map")
             pages = self._pages(nbytes)
+            if place is not None:
+                self._refuse_neighbours(table, name, place, step)
             self._check_room(table, name, pages, step)
-            table.live.append(Entry(self.process, name, pages))
-            self._log(table, "acquire", name, pages)
+            table.live.append(Entry(self.process, name, pages, place=place))
+            self._log(table, "acquire", name, pages, place)
         return pages
 
     def release(self, name: str, step: str) -> int:
@@ -223,11 +231,28 @@ class Ledger:
             hint = "let the readers unmap it first: a signal from them is missing before this step"
             raise self._plan_error(f"{step}: {entry.object} is still mapped by {readers}", hint)
 
-    def _log(self, table: Table, kind: Literal["acquire", "release", "touch"], name: str, nbytes: int) -> None:
+    def _refuse_neighbours(self, table: Table, name: str, place: tuple[int, int], step: str) -> None:
+        """Two objects at one address: whichever was there first would be lost."""
+        for entry in (e for e in table.live if e.lies_in(*place)):
+            there = "bytes {} to {}".format(*entry.place or ())
+            what = (
+                f"{step}: {name} goes to bytes {place[0]} to {place[1]}, and {entry.object} ({entry.process}) is there"
+            )
+            hint = "verify the plan: places of its pinned pool overlap in time and address"
+            raise self._plan_error(f"{what}, in {there}", hint)
+
+    def _log(
+        self,
+        table: Table,
+        kind: Literal["acquire", "release", "touch"],
+        name: str,
+        nbytes: int,
+        place: tuple[int, int] | None = None,
+    ) -> None:
         table.seq += 1
         table.peak = max(table.peak, table.total)
         at, window = time.monotonic_ns(), table.window(self.process)
-        self._events.append(Event(at, table.seq, self.process, window, kind, name, nbytes, table.total))
+        self._events.append(Event(at, table.seq, self.process, window, kind, name, nbytes, table.total, place))
 
     def _check_room(self, table: Table, name: str, nbytes: int, step: str) -> None:
         shortfall = table.total + nbytes - table.capacity

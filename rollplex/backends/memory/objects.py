@@ -131,6 +131,7 @@ class ObjectStore:
         self._refuse_unmapped(step, item)
         self._refuse(step, item, bool(item.owner), f"belongs to {item.owner}", "only its owner may offload it")
         slot = self._slot(item, step)
+        slot.take(step)
         if not item.host_valid:
             self.offloaded.copy(slot.view(torch.uint8, (item.nbytes,)), _bytes_of(item))
             item.host_valid = True
@@ -140,8 +141,10 @@ class ObjectStore:
         """Bytes [start, stop) -> host copy, then let their pages go; the copy is valid with the last part."""
         item = self[name]
         self._refuse_unmapped(step, item)
-        slot = self._slot(item, step).view(torch.uint8, (item.nbytes,))
-        self.offloaded.copy(slot[start:stop], _bytes_of(item)[start:stop])
+        slot = self._slot(item, step)
+        slot.take(step)
+        into = slot.view(torch.uint8, (stop - start,), start)
+        self.offloaded.copy(into, _bytes_of(item)[start:stop])
         item.arena.unmap_part(start, stop)
         self.ledger.release_part(name, stop - start, step)
         item.host_valid = not item.arena.mapped
@@ -182,8 +185,18 @@ class ObjectStore:
     def filled(self, *names: str, step: str = "load") -> None:
         """The host slots of these objects hold their values now (first load, or a stream that wrote them)."""
         for name in names:
-            self._slot(self[name], step)
+            self._slot(self[name], step).take(step)
             self[name].host_valid = True
+
+    def put(self, name: str, step: str) -> None:
+        """A task begins to stream an object into its slot."""
+        self._slot(self[name], step).take(step)
+
+    def forget(self, name: str, step: str) -> None:
+        """Nothing uses an object any more: its slot is free."""
+        item = self[name]
+        item.host_valid = False
+        self._slot(item, step).free(step)
 
     def close(self) -> None:
         """Let every page go and take this process' objects off the ledger; for the end of a process, in any state."""

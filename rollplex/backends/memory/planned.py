@@ -2,7 +2,7 @@
 
 in an arena      weights, boundary, saved state, KV, gradients, master, moments
 reserved only    workspaces and activations: torch allocates them, the ledger counts them, `measure` says how much
-in the pool      what the plan puts on the host in some window, and what starts there
+in the pool      what the plan gives a place in it: state for ever, the rest from its first put to its last use
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from rollplex.backends.digest import digest
 from rollplex.backends.memory.ledger import Event, Ledger, Mark
 from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StoredObject
-from rollplex.backends.memory.pinned import PinnedPool, SlotSpec
+from rollplex.backends.memory.pinned import PinnedPool, Place
 from rollplex.ir.plan import Plan, PlannedObject
+from rollplex.ir.planned_pool import LASTING
 from rollplex.ir.steps import Run, Step
 
 _TEMPORARY = (
@@ -32,11 +33,6 @@ def is_temporary(name: str) -> bool:
     """Whether an object is a bound on what torch allocates in a window, not memory that we hand out."""
     parts = name.split(".")  # a later turn's has its number behind it
     return len(parts) > 1 and parts[1] in _TEMPORARY
-
-
-def in_pool(o: PlannedObject) -> bool:
-    """Whether an object needs a slot of the pinned pool."""
-    return o.host_backed or o.start == "host" or "host" in o.residency.values()
 
 
 def _stays(o: PlannedObject) -> bool:
@@ -73,7 +69,7 @@ class PlannedObjects:
             for o in known
             if not is_temporary(o.name)
         }
-        self.pool = self._make_pool()
+        self.pool = self._make_pool(plan)
         self._store.add(self._stored(o) for o in known if not is_temporary(o.name))
 
     # ---- what the executor asks for
@@ -99,6 +95,12 @@ class PlannedObjects:
 
     def offload_part(self, name: str, start: int, stop: int, step: str) -> None:
         self._store.offload_part(name, start, stop, step)
+
+    def put(self, name: str, step: str) -> None:
+        self._store.put(name, step)
+
+    def forget(self, name: str, step: str) -> None:
+        self._store.forget(name, step)
 
     def drop(self, name: str, step: str) -> None:
         if is_temporary(name):
@@ -208,20 +210,27 @@ class PlannedObjects:
         shared = [*(o.name for o in self.owned.values() if o.readers), *self.imported]
         return {name: self._arenas[name].inodes() for name in shared if self.mapped(name)}
 
-    def take_log(self) -> tuple[list[Event], list[Mark]]:
-        """The device's log since the last call."""
-        return self.ledger.take_log()
+    def take_logs(self) -> tuple[tuple[Event, ...], tuple[Mark, ...], tuple[Event, ...], tuple[Mark, ...]]:
+        """Events and marks since the last call, of the device and of the pinned pool."""
+        (events, marks), (put, windows) = self.ledger.take_log(), self._host_ledger.take_log()
+        return tuple(events), tuple(marks), tuple(put), tuple(windows)
 
     def close(self) -> None:
         """Let everything go."""
         self._store.close()
         self.pool.close()
 
-    def _make_pool(self) -> PinnedPool:
-        specs = [SlotSpec(o.name, o.bytes) for o in self.owned.values() if in_pool(o)]
-        return PinnedPool(HostMemory(), specs, self._host_ledger, pin=self.device.pin)
+    def _make_pool(self, plan: Plan) -> PinnedPool:
+        """Its own objects at the plan's places; what outlives an iteration has its place for ever."""
+        own = (p for p in plan.summary.host_pool.offsets if p.object in self.owned)
+        places = [Place(p.object, p.offset, p.bytes) for p in own]
+        pool = PinnedPool(HostMemory(), places, self._host_ledger, pin=self.device.pin)
+        for slot in pool.slots():
+            if self.owned[slot.name].class_ in LASTING:
+                slot.take("allocate pinned")
+        return pool
 
     def _stored(self, o: PlannedObject) -> StoredObject:
-        slot = self.pool.slot(o.name) if o.name in self.owned and in_pool(o) else None
+        slot = next((s for s in self.pool.slots() if s.name == o.name), None)
         arena = self._arenas[o.name]
         return StoredObject(o.name, o.class_, o.bytes, arena, slot, o.recomputable, host_backed=o.host_backed)

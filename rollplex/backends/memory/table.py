@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 HOST = "host"  # the pinned pool, as a device
@@ -18,13 +19,21 @@ _NUMBER = struct.Struct("<Q")  # at 0: the slot that counts; at the start of a s
 
 @dataclass
 class Entry:
-    """One live object; `touched` is the measured peak inside a reservation, `readers` the processes that adopted it."""
+    """One live object; `touched` is the measured peak inside a reservation, `readers` the processes that adopted it.
+
+    `place` is where it lies in the pinned pool, [start, stop); elsewhere addresses are each object's own.
+    """
 
     process: str
     object: str
     nbytes: int
     touched: int = 0
     readers: list[str] = field(default_factory=list)
+    place: Sequence[int] | None = None
+
+    def lies_in(self, start: int, stop: int) -> bool:
+        """Whether one of these bytes of the pool is its own."""
+        return self.place is not None and max(start, self.place[0]) < min(stop, self.place[1])
 
 
 @dataclass

@@ -139,10 +139,9 @@ class RolloutEngine:
         raise AssertionError("the training rank of the GPU rebuilds")
 
     def finish(self) -> EngineReport:
-        events, marks = self._objects.take_log()
         self._objects.measuring = False
         self._live.tell(FULL)  # the next step begins on both sides at once
-        return EngineReport(self._metrics(), events=tuple(events), marks=tuple(marks))
+        return EngineReport(self._metrics(), {}, *self._objects.take_logs())
 
     def carried(self) -> Carried:
         found = self._carried.carried()

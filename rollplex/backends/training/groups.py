@@ -81,7 +81,10 @@ class GroupWork:
         if self.job.overlapped:
             own = rollout.taken[self.seat.prompts.start : self.seat.prompts.stop]
             self.slots = (own - self.seat.sampled.start).tolist()
-        return inputs if prompts is None else {**inputs, self.scores.prompts: prompts.take(rollout.taken)}
+        chosen = {self.scores.prompts: prompts.take(rollout.taken)} if prompts is not None else {}
+        if self.job.workload.rollout.kind != "full":  # else all are taken; what is made of them need not be numbers
+            chosen |= {name: inputs[name][rollout.taken] for name in self.scores.early.intersection(inputs)}
+        return {**inputs, **chosen}
 
     def _group(self, step: Run) -> Group:
         """The group of a task on responses: its prefix's slot holds it."""

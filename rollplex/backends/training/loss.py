@@ -20,6 +20,7 @@ from rollplex.ir.grouploss import group_loss, row_values, scale_of, undivided, w
 from rollplex.ir.parts import part, wholes
 from rollplex.ir.placement import Seat
 from rollplex.ir.plan import LossPlan, NodeRecord, Plan, references
+from rollplex.ir.planned_hosts import early_hosts
 
 WHOLE = {"rx.logprobs": "logprobs", "rx.values": "values", "rx.score": "score"}
 """Calls that are not split, and what they give."""
@@ -31,6 +32,7 @@ class Scores:
     A group is one of the rank's prompts, by its number there; what comes from outside has all prompts of the step, or,
     under `streamed`, a row for each data-parallel rank. `read` is what a prefix or a call on responses reads, a history
     or responses, and `turn` which turn that is of, from 1 on; `whole` are the prompts of a call that is not split.
+    `early` are values that were made before the rollout, of all prompts that were sampled for.
     `heads` says of each model call what it gives, logprobs, values or score, and `roles` whose it is.
     """
 
@@ -38,6 +40,7 @@ class Scores:
         self.own, self._copy, self._ranks = seat.prompts, seat.copy, ranks
         self.prompts = next(record.name for record in plan.graph if record.op == "input")
         self.rollout = next(record.name for record in plan.graph if record.op == "rx.generate")
+        self.early = early_hosts(plan)
         self.turns = sum(record.op == "rx.generate" for record in plan.graph)
         calls = {record.name: record for record in plan.graph if record.op in ("rx.suffix", *WHOLE)}
         self.read = {r.name: _read_by(r) for r in plan.graph if r.op == "rx.prefix" or r.name in calls}

@@ -133,10 +133,9 @@ class TrainEngine:
         self._work.groups.clear()
         self._objects.window(IDLE)
         self._objects.measuring = False
-        events, marks = self._objects.take_log()
         sums = {f"{self._label(role)}loss": loss.total for role, loss in self._losses.items()}
         sums = sums if self._seat.speaks else {}  # tensor-parallel ranks know the same loss
-        return EngineReport(self._scores.means(), sums, events=tuple(events), marks=tuple(marks))
+        return EngineReport(self._scores.means(), sums, *self._objects.take_logs())
 
     def carried(self) -> Carried:
         return self._carried.carried()

@@ -16,7 +16,7 @@ from rollplex.ir.check.rules import Violation
 from rollplex.ir.engines import engine, families, runs
 from rollplex.ir.job import Job
 from rollplex.ir.job_engines import Parallel
-from rollplex.ir.plan import NodeRecord, references
+from rollplex.ir.plan import NodeRecord, Plan, references
 from rollplex.ir.serving import model_length
 
 WHOLE = ("rx.logprobs", "rx.values", "rx.score")
@@ -125,8 +125,8 @@ def calls(facts: Facts, job: Job) -> Iterator[str]:
     behind = _sampled(facts.plan.graph)
     functions = [r.name for r in facts.plan.graph if r.op == "rx.host"]
     early = [name for name in functions if name not in behind]
-    if facts.plan.summary.tail or facts.last_round:
-        yield from (f"host function %{n} runs before it is known which prompts a step takes" for n in early)
+    lost = [n for n in early if facts.last_round or (facts.plan.summary.tail and not _chosen_behind(facts.plan, n))]
+    yield from (f"host function %{n} runs before it is known which prompts a step takes" for n in lost)
     if job.workload.rollout.kind == "partial" and early == functions:
         yield "partial rollout"
 
@@ -146,6 +146,17 @@ def _sections(job: Job) -> list[Parallel]:
 def _rolls_out(job: Job, name: str) -> bool:
     rollout = job.roles[job.policy].rollout
     return rollout is not None and rollout.engine == name
+
+
+def _chosen_behind(plan: Plan, name: str) -> bool:
+    """Whether an early host function gives numbers a prompt, which a step can choose among where it reads them.
+
+    A divisor made of such numbers alone is computed before anybody knows the prompts that are taken.
+    """
+    record = next(r for r in plan.graph if r.name == name)
+    responses = {r.name for r in plan.graph if r.op == "rx.generate"}
+    alone = (loss for loss in plan.losses.values() if not responses.intersection(loss.divisor_inputs))
+    return record.kwargs.get("returns", "scores") == "scores" and not any(name in d.divisor_inputs for d in alone)
 
 
 def _sampled(graph: tuple[NodeRecord, ...]) -> set[str]:
