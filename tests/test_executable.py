@@ -46,6 +46,13 @@ logp = actor.logprobs(prompts, rollout)
 weight = rx.host(reward)(prompts)
 actor.update(rx.masked_mean((logp - ref_logp) * weight, rollout.mask))
 """
+DIVIDED = """
+rollout = actor.generate(prompts, n=n)
+ref_logp = reference.logprobs(prompts, rollout)
+logp = actor.logprobs(prompts, rollout)
+score, weight = rx.host(reward)(prompts, rollout), rx.host(other)(prompts)
+actor.update(rx.masked_sum((logp - ref_logp) * score, rollout.mask) / weight.sum())
+"""
 
 
 @cache
@@ -66,6 +73,12 @@ def early() -> Plan:
     """A reward that is known before the rollout, and a step that takes some of what it samples."""
     job = tiny_job(workload={"rollout": {"kind": "partial", "share": 0.5}}, cluster={"capacity_gib": "64 MiB"})
     return compile_plan(made(folder(), EARLY, "prompts, *, actor, reference, reward, n=2"), job)
+
+
+def divided() -> Plan:
+    """A step that takes some of what it samples, and divides by numbers of all prompts."""
+    job = tiny_job(workload={"rollout": {"kind": "oversample", "factor": 2}}, cluster={"capacity_gib": "64 MiB"})
+    return compile_plan(made(folder(), DIVIDED, "prompts, *, actor, reference, reward, other, n=2"), job)
 
 
 def halves() -> Plan:
@@ -96,6 +109,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
         made(folder(), RETOLD, SIGNATURE), load_job(EXAMPLES / f"jobs/{NODE}.yaml", FEW)
     ),
     "no host function behind the rollout": early,
+    "numbers of prompts that nobody takes": divided,
     "prompts that engines cannot share": shared_out,
     "host ranks that cut": halves,
     "a second copy, vllm": lambda: vllm_plan(ablate=["weight_sharing"]),
