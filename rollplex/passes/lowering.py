@@ -15,12 +15,17 @@ from rollplex.ir.parts import of_round, part
 from rollplex.ir.plan import BARRIERS
 from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
 from rollplex.ir.work import trains_vision
+from rollplex.passes.chunk_sizes import Chunks
+from rollplex.passes.releasing import Rewritten, rewritten
 from rollplex.passes.residency import Residency
+from rollplex.passes.rewriting import names, rewritten_objects, update_window
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, Lifetimes, StateObject
 
 ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
 RELEASED, WAKE = "rollout-released", "rollout-wakes"
+LET_GO, NEW_PAGES, TAKEN = "snapshot-let-go", "snapshot-has-pages", "snapshot-taken"
+"""Of a snapshot that an update makes again: its readers have unmapped it, may map its new pages, have mapped them."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,31 @@ class Context:
             return False
         return window == [w for w in self.schedule.names() if self.place(name, w) == "hbm"][-1]
 
+    # ---- a snapshot whose pages go, and come back chunk by chunk
+
+    @property
+    def remade(self) -> str | None:
+        """The snapshot, where its pages are released for the update."""
+        return names(self.module)[0] if self.module[Residency].released else None
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether the rollout engine maps the pages of a released snapshot too."""
+        return bool(self.remade and self.module[Lifetimes][self.remade].readers)
+
+    @property
+    def rewritten(self) -> tuple[Rewritten, ...]:
+        """The policy's chunks with the pages that come and go around them; empty where the snapshot stays."""
+        sizes, (snapshot, gradients) = rewritten_objects(self.module), names(self.module)
+        if not sizes:
+            return ()
+        elements = self.module[Chunks].summary.optimizer.elements
+        return rewritten(self.module.job, elements, sizes[snapshot], sizes.get(gradients, 0))
+
+    def leaves_behind_chunks(self, name: str, window: str) -> bool:
+        """Whether an object leaves HBM behind the chunks of a window that use it up."""
+        return bool(self.remade) and name == names(self.module)[1] and window == update_window(self.module)
+
     # ---- residency changes
 
     def neighbours(self, o: StateObject, window: str) -> tuple[str, str]:
@@ -171,7 +201,7 @@ class Context:
     def leave(self, process: str, window: str) -> Iterator[Step]:
         """Unmaps, offloads and drops at a window's end."""
         for o in self.owned(process):
-            if self.place(o.name, window) != "hbm":
+            if self.place(o.name, window) != "hbm" or self.leaves_behind_chunks(o.name, window):
                 continue
             _, after = self.neighbours(o, window)
             if after == "-" or (after == "host" and o.host_backed):

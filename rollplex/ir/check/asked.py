@@ -13,6 +13,7 @@ from rollplex.ir.check.degrees import check_degrees
 from rollplex.ir.check.facts import ROLLOUT_COMPLETE, TIMELINE, TOWER, Facts
 from rollplex.ir.check.graph import is_call
 from rollplex.ir.check.pieces import check_pieces
+from rollplex.ir.check.release import check_release
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.sizes import check_sizes
 from rollplex.ir.check.update import LARGEST_PAGE
@@ -281,5 +282,5 @@ def check_asked(facts: Facts) -> Iterator[Violation]:
         return
     for check in CHECKS:
         yield from check(facts, job)
-    for others in (check_sizes, check_pieces, check_weight_classes, check_degrees):
+    for others in (check_sizes, check_pieces, check_release, check_weight_classes, check_degrees):
         yield from others(facts, job)
