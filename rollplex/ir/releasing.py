@@ -52,8 +52,8 @@ def check_release(job: Job) -> Iterator[Finding]:
 def stretches(job: Job) -> tuple[tuple[int, int], ...]:
     """The policy's language model in its order in memory and in the update: embedding, layers, norm, head.
 
-    For each stretch the parameters up to its end, of a training rank and of the rollout shard that its GPU holds: inside
-    of a stretch an engine orders tensors as it likes.
+    For each stretch the parameters up to its end, of a training rank and of the rollout shard that its GPU holds:
+    inside of a stretch an engine orders tensors as it likes.
     """
     own = shared = 0
     found = []

@@ -13,26 +13,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rollplex.ir.lora import lora_of
-from rollplex.ir.steps import Barrier, Map, Run, Signal, Step, Unmap, Wait
+from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
 from rollplex.passes.calls import Call
 from rollplex.passes.inventory import CARRIED
-from rollplex.passes.lowering import (
-    LET_GO,
-    NEW_PAGES,
-    PUBLISHED,
-    RELEASED,
-    ROLLOUT_COMPLETE,
-    TAKEN,
-    THETA_QUIET,
-    WAKE,
-    Context,
-)
+from rollplex.passes.lower_release import ReleasedSnapshot
+from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
 from rollplex.passes.state import Lifetimes
 from rollplex.passes.trajectories import KEPT
 
 
 @dataclass(frozen=True)
-class RolloutProgram(Context):
+class RolloutProgram(ReleasedSnapshot):
     """Makes the steps of a rollout rank."""
 
     def steps(self) -> Iterator[Step]:
@@ -45,22 +36,12 @@ class RolloutProgram(Context):
             yield from released
             yield Signal(window=end, event=RELEASED)
         yield Barrier(window=self.last_window["P2"], name=THETA_QUIET)
-        yield from self._bound_again()
+        yield from self.bound_again()
         if self.calls_rollout:
             yield Wait(window=self.updating, event=WAKE)
             yield from self.woken
         yield from self.refresh("rollout", self.last_window["P3"])
         yield Barrier(window=self.last_window["P3"], name=PUBLISHED)
-
-    def _bound_again(self) -> Iterator[Step]:
-        """Let go of a snapshot that is released, and take its new pages, at the same addresses."""
-        if self.remade and self.has_readers:
-            quiet, publish = self.last_window["P2"], self.updating
-            yield Unmap(window=quiet, object=self.remade, imported=True)
-            yield Signal(window=quiet, event=LET_GO)
-            yield Wait(window=publish, event=NEW_PAGES)
-            yield Map(window=publish, object=self.remade, imported=True)
-            yield Signal(window=publish, event=TAKEN)
 
     def _turn(self, call: Call) -> Iterator[Step]:
         """Wait for prompts or observations, and sample: a later turn goes on from the KV of those before."""

@@ -11,39 +11,14 @@ from typing import Literal
 
 from rollplex.ir.lora import lora_of
 from rollplex.ir.loss import split_loss
-from rollplex.ir.steps import (
-    Barrier,
-    Exchange,
-    Export,
-    MapPart,
-    Piece,
-    Publish,
-    Rebuild,
-    Run,
-    Signal,
-    Step,
-    Unmap,
-    UnmapPart,
-    UpdateChunk,
-    Wait,
-)
+from rollplex.ir.steps import Barrier, Exchange, Piece, Publish, Rebuild, Run, Signal, Step, UpdateChunk, Wait
 from rollplex.ir.work import trains_vision
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.inventory import activations_name
 from rollplex.passes.layout import Layout
 from rollplex.passes.leaving import leaving
-from rollplex.passes.lowering import (
-    LET_GO,
-    NEW_PAGES,
-    PUBLISHED,
-    RELEASED,
-    ROLLOUT_COMPLETE,
-    TAKEN,
-    THETA_QUIET,
-    WAKE,
-    Context,
-)
-from rollplex.passes.releasing import Rewritten
+from rollplex.passes.lower_release import ReleasedSnapshot
+from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE
 from rollplex.passes.schedule import Call, Window, turned
 from rollplex.passes.state import Lifetimes
 from rollplex.passes.update_sizes import workspace_name
@@ -51,7 +26,7 @@ from rollplex.passes.work import lacking_parameters, updated_parameters
 
 
 @dataclass(frozen=True)
-class TrainProgram(Context):
+class TrainProgram(ReleasedSnapshot):
     """Makes the steps of a training rank."""
 
     def steps(self) -> Iterator[Step]:
@@ -119,16 +94,9 @@ class TrainProgram(Context):
                 yield Wait(window=name, event=RELEASED)
         if name == self.last_window["P2"]:
             yield Barrier(window=name, name=THETA_QUIET)
-            yield from self._let_go(name)
+            yield from self.let_go(name)
         if name == self.last_window["P3"]:
             yield Barrier(window=name, name=PUBLISHED)
-
-    def _let_go(self, window: str) -> Iterator[Step]:
-        """Nobody reads theta_k any more: its pages are room for the update, once its readers have unmapped them."""
-        if self.has_readers:
-            yield Wait(window=window, event=LET_GO)
-        if self.remade:
-            yield Unmap(window=window, object=self.remade)
 
     def _work(self, window: Window) -> Iterator[Step]:
         match window.kind:
@@ -303,38 +271,19 @@ class TrainProgram(Context):
         parts = self.rewritten if role == self.policy else ()
         for index in range(chunks.count):
             start = index * chunks.elements
-            yield from self._comes(at, parts, index)
+            yield from self.comes(at, parts, index)
             yield UpdateChunk(
                 window=at, role=role, index=index, start=start, stop=min(start + chunks.elements, total),
                 reads=self.placed(at, "hbm", *state),
                 writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, workspace, f"{role}.adam", *state[1:]),
                 streams=self.placed(at, "host", *state),
             )  # fmt: skip
-            yield from self._goes(at, parts, index)
+            yield from self.goes(at, parts, index)
         if others := lacking_parameters(job, role):
             nbytes = others * job.itemsize
             yield Exchange(window=at, group="dp", op="all_gather", object=f"{role}.snapshot", nbytes=nbytes)
         if role != self.policy:  # nobody else reads it: there is nothing to exchange or rebuild
             yield Publish(window=at, object=f"{role}.snapshot")
-
-    def _comes(self, window: str, parts: tuple[Rewritten, ...], index: int) -> Iterator[Step]:
-        """Pages that a chunk writes, and none before it has."""
-        for start, stop in (part.comes for part in parts[index : index + 1]):
-            if start < stop:
-                yield MapPart(window=window, object=f"{self.policy}.snapshot", start=start, stop=stop)
-
-    def _goes(self, window: str, parts: tuple[Rewritten, ...], index: int) -> Iterator[Step]:
-        """Gradients that a chunk was the last to read."""
-        for start, stop in (part.goes for part in parts[index : index + 1]):
-            if start < stop:
-                yield UnmapPart(window=window, object=f"{self.policy}.gradients", start=start, stop=stop)
-
-    def _handed_out(self, window: str) -> Iterator[Step]:
-        """New pages to the readers of a snapshot that was released; it is not published before they have them."""
-        if self.remade and self.has_readers:
-            yield Export(window=window, object=self.remade)
-            yield Signal(window=window, event=NEW_PAGES)
-            yield Wait(window=window, event=TAKEN)
 
     def _publish(self, window: Window) -> Iterator[Step]:
         at, snapshot = window.name, f"{window.role}.snapshot"
@@ -349,5 +298,5 @@ class TrainProgram(Context):
         frozen = lora_of(self.module.job) is not None  # a base whose case-3 tensors were made with it
         if (buffer := self.placed(at, "hbm", f"{window.role}.case3")) and not frozen:
             yield Rebuild(window=at, object=buffer[0], reads=(snapshot,))
-        yield from self._handed_out(at)
+        yield from self.handed_out(at)
         yield Publish(window=at, object=snapshot)

@@ -15,17 +15,13 @@ from rollplex.ir.parts import of_round, part
 from rollplex.ir.plan import BARRIERS
 from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
 from rollplex.ir.work import trains_vision
-from rollplex.passes.chunk_sizes import Chunks
-from rollplex.passes.releasing import Rewritten, rewritten
 from rollplex.passes.residency import Residency
-from rollplex.passes.rewriting import names, rewritten_objects, update_window
+from rollplex.passes.rewriting import names, update_window
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, Lifetimes, StateObject
 
 ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
 RELEASED, WAKE = "rollout-released", "rollout-wakes"
-LET_GO, NEW_PAGES, TAKEN = "snapshot-let-go", "snapshot-has-pages", "snapshot-taken"
-"""Of a snapshot that an update makes again: its readers have unmapped it, may map its new pages, have mapped them."""
 
 
 @dataclass(frozen=True)
@@ -156,20 +152,6 @@ class Context:
     def remade(self) -> str | None:
         """The snapshot, where its pages are released for the update."""
         return names(self.module)[0] if self.module[Residency].released else None
-
-    @property
-    def has_readers(self) -> bool:
-        """Whether the rollout engine maps the pages of a released snapshot too."""
-        return bool(self.remade and self.module[Lifetimes][self.remade].readers)
-
-    @property
-    def rewritten(self) -> tuple[Rewritten, ...]:
-        """The policy's chunks with the pages that come and go around them; empty where the snapshot stays."""
-        sizes, (snapshot, gradients) = rewritten_objects(self.module), names(self.module)
-        if not sizes:
-            return ()
-        elements = self.module[Chunks].summary.optimizer.elements
-        return rewritten(self.module.job, elements, sizes[snapshot], sizes.get(gradients, 0))
 
     def leaves_behind_chunks(self, name: str, window: str) -> bool:
         """Whether an object leaves HBM behind the chunks of a window that use it up."""

@@ -30,8 +30,8 @@ Constraints (1)  h + c + d = 1                                 w in A[o]
             (6)  up[o,w] >= h[o,w] - h[o,w-1]                  o not recomputable
             (7)  down[o,w] >= h[o,w-1] - h[o,w]                o not recomputable, not host-backed
             (8)  s[w] + g[w] >= sum_o t(o) c[o,w]              w in S[o], o recomputable
-            (9)  e[k] + slack[k] >= sum_{w in k} s[w] + q[w] + sum_o t(o) (up + down + c if w in S[o]) + t(recompute) d[o,last]
-                                                               less (t(o) - r(o)) z[o] in n(o);
+            (9)  e[k] + slack[k] >= sum_{w in k} s[w] + sum_o t(o) (up + down + c if w in S[o]) + t(recompute) d[o,last]
+                                                               + q[w], less (t(o) - r(o)) z[o] in n(o);
                                                                a saved state's c is in s already
             (10) P >= sum_{o in p} b[o,m] h[o,w]               m in M[w]
             (11) V >= over[p,w],  V >= short[p,w]

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollplex.ir.check.rules import At
-from rollplex.ir.errors import PlanError
 from rollplex.ir.parts import of_round
 from rollplex.ir.plan import BARRIERS, NodeRecord, Plan, PlannedObject, references
-from rollplex.ir.planned_job import job_of
-from rollplex.ir.releasing import stretches
 from rollplex.ir.steps import (
     Barrier,
     Drop,
@@ -241,23 +238,6 @@ class Facts:
     def in_round(self, name: str, number: int) -> str:
         """A value as a round makes it: the last round's are those of the step."""
         return of_round(name, number) if name in self.judged and number < self.last_round else name
-
-    @cached_property
-    def in_parts(self) -> frozenset[str]:
-        """Objects whose pages come or go part by part in steps of their own."""
-        return frozenset(at.step.object for at in self.steps() if isinstance(at.step, MapPart | UnmapPart))
-
-    @cached_property
-    def layers(self) -> tuple[tuple[int, int], ...]:
-        """Of the policy's layers in their order: parameters of a training rank up to its end, and the snapshot's bytes.
-
-        Without any where the job is refused, which `asked` tells: then a chunk is taken to write all of it.
-        """
-        try:
-            job = job_of(self.plan)
-        except PlanError:
-            return ()
-        return tuple((own, shared * job.itemsize) for own, shared in stretches(job))
 
     def group_count(self, role: str) -> int:
         """Prompt groups of a rank: the slots of the role's boundary, or those of its share of the step's prompts."""

@@ -15,13 +15,27 @@ from rollplex.ir.check.facts import Facts, imports, moved, writes
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.check.update import state_itemsize
+from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import PlannedObject
-from rollplex.ir.releasing import not_releasable
+from rollplex.ir.planned_job import job_of
+from rollplex.ir.releasing import not_releasable, stretches
 from rollplex.ir.steps import Export, Map, MapPart, Publish, Step, Unmap, UnmapPart, UpdateChunk
 
+Layers = tuple[tuple[int, int], ...]
+"""Of the layers of a model in their order: parameters of a training rank up to its end, and bytes of the snapshot."""
 
-def needed(facts: Facts, step: Step, o: PlannedObject) -> tuple[int, int]:
+
+def layers(facts: Facts) -> Layers:
+    """The policy's; none where the job is refused, which `asked` tells: then a chunk is taken to write all of it."""
+    try:
+        job = job_of(facts.plan)
+    except PlanError:
+        return ()
+    return tuple((own, shared * job.itemsize) for own, shared in stretches(job))
+
+
+def needed(facts: Facts, known: Layers, step: Step, o: PlannedObject) -> tuple[int, int]:
     """Bytes of an object that must have pages while a step uses it: all, but of a chunk what it reads or writes."""
     if not isinstance(step, UpdateChunk):
         return 0, o.bytes
@@ -29,7 +43,7 @@ def needed(facts: Facts, step: Step, o: PlannedObject) -> tuple[int, int]:
         itemsize = state_itemsize(facts)
         return min(step.start * itemsize, o.bytes), min(step.stop * itemsize, o.bytes)
     if o.name == f"{step.role}.snapshot":
-        return 0, min(o.bytes, next((end for own, end in facts.layers if own >= step.stop), o.bytes))
+        return 0, min(o.bytes, next((end for own, end in known if own >= step.stop), o.bytes))
     return 0, o.bytes
 
 

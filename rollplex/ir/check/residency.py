@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rollplex.ir.check.facts import Facts, names, offloaded, reads, streams, writes
 from rollplex.ir.check.held import LASTING, NOTHING, Held, Parts, Spans
-from rollplex.ir.check.release import needed, remade
+from rollplex.ir.check.release import Layers, layers, needed, remade
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import PlannedObject
 from rollplex.ir.steps import Drop, Fetch, Map, MapPart, Offload, Run, Unmap, UnmapPart, UpdateChunk, describe
@@ -46,6 +47,10 @@ class Replay:
             self._forget_after_last_use(at)
         self._end()
         return self
+
+    @cached_property
+    def _layers(self) -> Layers:
+        return layers(self.facts)
 
     # ---- the ends of an iteration
 
@@ -214,7 +219,7 @@ class Replay:
             held.fill(at.index, parts)
 
     def _is_mapped(self, at: At, held: Held, verb: str) -> bool:
-        start, stop = needed(self.facts, at.step, held.o)
+        start, stop = needed(self.facts, self._layers, at.step, held.o)
         if held.covers(start, stop) and held.mapped:
             return True
         if held.mapped:

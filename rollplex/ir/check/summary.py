@@ -11,6 +11,7 @@ from rollplex.ir.check.held import Span, Spans
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.verdict import check_verdict, of_pools
 from rollplex.ir.plan import PlannedObject
+from rollplex.ir.steps import MapPart, UnmapPart
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Places:
     fullest: dict[str, dict[str, int]]
 
     def held(self, o: PlannedObject, window: str) -> int:
-        """Bytes of an object that is in HBM in a window: of what comes or goes in parts, when most of those is there."""
+        """Bytes of an object that is in HBM in a window: of what comes or goes in parts, at the fullest moment."""
         return self.fullest.get(window, {}).get(o.name, o.bytes)
 
     @classmethod
@@ -39,7 +40,7 @@ class Places:
 
 def fullest(cuts: Cuts, spans: Sequence[Span]) -> dict[str, dict[str, int]]:
     """What is in HBM of objects in parts in each window, in the first state in which that is most."""
-    names = cuts.facts.in_parts
+    names = {at.step.object for at in cuts.facts.steps() if isinstance(at.step, MapPart | UnmapPart)}
     cut = [s for s in spans if s.object in names and s.process == TIMELINE]
     best: dict[str, dict[str, int]] = {}
     for state, window in enumerate(cuts.window if names else ()):
