@@ -9,13 +9,14 @@ rollout shard. Paper section 3.2, optimizer streaming.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rollplex.ir.findings import Finding
 from rollplex.ir.lora import lora_of
-from rollplex.ir.shards import rank_numel
-from rollplex.ir.spec import Tensor
+from rollplex.ir.shards import Degrees, rank_numel
+from rollplex.ir.spec import ModelSpec
 
 if TYPE_CHECKING:
     from rollplex.ir.job import Job
@@ -55,18 +56,20 @@ def stretches(job: Job) -> tuple[tuple[int, int], ...]:
     For each stretch the parameters up to its end, of a training rank and of the rollout shard that its GPU holds:
     inside of a stretch an engine orders tensors as it likes.
     """
+    shared = job.shares_weights and "weight_sharing" not in job.ablate
+    return _stretches(job.spec, job.degrees(job.policy), job.rollout_tp if shared else None)
+
+
+@lru_cache(maxsize=64)
+def _stretches(spec: ModelSpec, degrees: Degrees, rollout_tp: int | None) -> tuple[tuple[int, int], ...]:
+    """Of a rollout shard, or of the trainer's own copy."""
     own = shared = 0
     found = []
-    language = (t for t in job.spec.tensors() if t.part == "language")
+    language = (t for t in spec.tensors() if t.part == "language")
     for _, tensors in groupby(language, key=lambda t: t.name if t.layer is None else t.layer):
         for tensor in tensors:
-            mine, shard = _numel(job, tensor)
-            own, shared = own + mine, shared + shard
+            mine = rank_numel(spec, tensor, degrees)
+            own += mine
+            shared += spec.shard_numel(tensor, rollout_tp) if rollout_tp else mine
         found.append((own, shared))
     return tuple(found)
-
-
-def _numel(job: Job, tensor: Tensor) -> tuple[int, int]:
-    held = rank_numel(job.spec, tensor, job.degrees(job.policy))
-    shared = job.shares_weights and "weight_sharing" not in job.ablate
-    return held, job.spec.shard_numel(tensor, job.rollout_tp) if shared else held
