@@ -35,6 +35,7 @@ PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "streamed": compiled("streamed"),
     "rounds": compiled("dynamic sampling"),
     "gradients in pieces": compiled("four nodes"),
+    "released": compiled("released"),
 }
 NAMES = sorted(MUTANTS)
 

@@ -14,6 +14,7 @@ from mutants import (
     order,
     pieces,
     pools,
+    release,
     residency,
     roles,
     rounds,
@@ -28,7 +29,7 @@ from mutants.edit import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS", "Mutant",
-    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pieces", "pools", "residency", "roles",
+    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pieces", "pools", "release", "residency", "roles",
     "rounds",
     "sizes", "streamed", "tail", "turns",
     "update", "work",
