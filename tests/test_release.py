@@ -7,6 +7,7 @@ gradients    ########|#### ###  ##      #          what is left of them
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from functools import cache
@@ -192,13 +193,16 @@ class Watched:
             self.seen.append({name: live.get(name, 0) for name in (SNAPSHOT, GRADIENTS)})
         first = process == TRAIN and isinstance(step, MapPart) and step.start == 0
         if first and not self.faulted:
-            self.faulted = [_touched(o.objects.pages(SNAPSHOT, torch.uint8)) for o in (self.run.train, self.run.rollout)]
+            self.faulted = [
+                _touched(o.objects.pages(SNAPSHOT, torch.uint8)) for o in (self.run.train, self.run.rollout)
+            ]
 
 
 def _touched(pages: torch.Tensor) -> int:
     """The signal that ends a process which reads the first byte."""
     child = os.fork()
     if child == 0:
+        faulthandler.disable()
         os._exit(int(pages[0].item()) * 0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -255,7 +259,7 @@ def test_the_job_that_fits_by_a_release_alone_runs_within_its_capacity() -> None
 
 @cache
 def ranks(snapshot: str, train: int, order: str) -> RunResult:
-    """Megatron at TP 1, or at TP 2 beside one rollout rank a copy: case 3 is rebuilt in stock order alone."""
+    """Megatron at TP 1, or at TP 2 beside rollout at TP 1: case 3 is rebuilt in stock order alone."""
     section = {"engine": "megatron", "tensor_parallel": train}
     roles = {**tiny_job().model_dump()["roles"], "reference": {"score": section}}
     roles["actor"] = {**roles["actor"], "train": section}
@@ -270,7 +274,7 @@ def ranks(snapshot: str, train: int, order: str) -> RunResult:
         run={"verify_weights": True},
     )
     assert released(plan) == (snapshot == "release")
-    assert (plan.summary.layout.case3_buffer_bytes > 0) == (train == 2 and order == "stock")
+    assert (plan.summary.layout.case3_buffer_bytes > 0) == (order == "stock")
     return run_plan(plan, hosts={"reward": luck}, out_dir=Path(mkdtemp()) / "run")
 
 
