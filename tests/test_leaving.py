@@ -278,6 +278,6 @@ def test_a_part_that_has_no_room_is_refused_and_nothing_is_mapped() -> None:
     arena = HostMemory().reserve("w", 2 * 4096, cuts=(4096,))
     store.add([StoredObject("w", "regenerable", 2 * 4096, arena)])
     store.map_part("w", 0, 4096, "map_part w")
-    with pytest.raises(OutOfMemory, match="w asks for 4.00 KiB, but 4.00 KiB of 4.00 KiB are live"):
+    with pytest.raises(OutOfMemory, match=r"w asks for 4.00 KiB, but 4.00 KiB of 4.00 KiB are live"):
         store.map_part("w", 4096, 8192, "map_part w")
     assert (ledger.total_bytes, len(arena.inodes())) == (4096, 1)

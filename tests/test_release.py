@@ -1,4 +1,4 @@
-"""A snapshot whose pages are released at the optimizer barrier and come back chunk by chunk: planned, run, the same bits.
+"""A snapshot whose pages go at the optimizer barrier and come back chunk by chunk: planned, run, the same bits.
 
 snapshot     ########|                 theta-quiet
                      |  ## #### ####### ########   pages that chunks 0 .. 3 write

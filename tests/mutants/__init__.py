@@ -29,8 +29,8 @@ from mutants.edit import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS", "Mutant",
-    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pieces", "pools", "release", "residency", "roles",
-    "rounds",
+    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pieces", "pools", "release", "residency",
+    "roles", "rounds",
     "sizes", "streamed", "tail", "turns",
     "update", "work",
 ]  # fmt: skip
