@@ -24,6 +24,7 @@ from runtime_tiny import CONFIG, luck, tiny_job, tiny_plan
 from rollplex.backends.megatron import memory as megatron_memory
 from rollplex.backends.megatron.memory import Slab
 from rollplex.backends.megatron.names import Stored, parameters
+from rollplex.ir.checker import check_plan
 from rollplex.ir.errors import JobError
 from rollplex.ir.job import Job
 from rollplex.ir.job_checks import check_job
@@ -103,6 +104,16 @@ def test_what_is_counted_is_what_comes_and_what_is_left() -> None:
     both = found.object(SNAPSHOT).bytes + found.object(GRADIENTS).bytes
     assert most < 0.75 * both
     assert update_bytes(kept) - update_bytes(found) == both - most
+
+
+def test_the_checker_counts_what_has_come_and_what_is_left() -> None:
+    """A byte less than the fullest moment is too little, and that moment is one of the update."""
+    plan = short("release")
+    assert plan.summary.peak_window == "P3 update"
+    for capacity, told in ((update_bytes(plan), []), (update_bytes(plan) - 1, ["P3 update"])):
+        summary = plan.summary.model_copy(update={"capacity_bytes": capacity})
+        found = check_plan(plan.model_copy(update={"summary": summary}))
+        assert [v.where.split(" (")[0] for v in found if v.kind == "capacity"] == told
 
 
 def test_it_costs_the_seconds_of_its_pages() -> None:
