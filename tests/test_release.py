@@ -21,6 +21,7 @@ import torch
 from runtime_threads import ROLLOUT, TRAIN, InThreads
 from runtime_tiny import CONFIG, luck, tiny_job, tiny_plan
 
+from rollplex import api
 from rollplex.backends.megatron import memory as megatron_memory
 from rollplex.backends.megatron.memory import Slab
 from rollplex.backends.megatron.names import Stored, parameters
@@ -34,6 +35,7 @@ from rollplex.ir.releasing import stretches
 from rollplex.ir.steps import MapPart, Step, Unmap, UnmapPart, UpdateChunk
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
+from rollplex.show.page import plan_page
 
 torch.set_num_threads(1)
 STEPS = 2
@@ -298,3 +300,20 @@ def test_processes_take_the_same_steps_with_pages_that_are_passed_again(train: i
     assert found.digests == stays.digests
     both = [(r.final / "model.safetensors").read_bytes() for r in (found, stays)]
     assert both[0] == both[1]
+
+
+def test_the_page_says_that_it_comes_in_parts() -> None:
+    lines = [text.plain for text in plan_page(plan_of())]
+    (row,) = (line for line in lines if line.startswith("  actor float32 snapshot"))
+    assert row.split()[-2:] == ["part*", "hbm*"]
+    assert any(line.startswith("* used") and line.endswith("part: comes or goes in parts") for line in lines)
+    assert any("in flight, snapshot released and back in 4 parts" in line for line in lines)
+    assert not any("in parts" in text.plain for text in plan_page(plan_of("keep")))
+
+
+def test_another_place_is_priced_beside_the_release() -> None:
+    """The job has no room for gradients at the host; in HBM, where the plan has them, nothing is over capacity."""
+    moves = {(m.window, m.place): m for m in api.explain(short("auto"), GRADIENTS).moves}
+    missing = short("keep").infeasible
+    assert missing is not None
+    assert missing.shortfall_bytes > moves["P3 update", "host"].over_bytes > 0
