@@ -316,4 +316,4 @@ def test_another_place_is_priced_beside_the_release() -> None:
     moves = {(m.window, m.place): m for m in api.explain(short("auto"), GRADIENTS).moves}
     missing = short("keep").infeasible
     assert missing is not None
-    assert missing.shortfall_bytes > moves["P3 update", "host"].over_bytes > 0
+    assert moves["P3 update", "host"].over_bytes == missing.shortfall_bytes > 0
