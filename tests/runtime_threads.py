@@ -6,7 +6,7 @@ Only the transport is another one: values pass by reference, barriers are a cond
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -40,6 +40,7 @@ class Meeting:
     barriers: Barriers
     values: dict[str, Values] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
+    pages: dict[str, Sequence[int]] = field(default_factory=dict)
     failed: list[BaseException] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -83,6 +84,15 @@ class ThreadLink:
                 self.meeting.passed.add(name)
                 self.meeting.changed.notify_all()
         self.meeting.until(lambda: name in self.meeting.passed)
+
+    def hand_out(self, name: str, fds: Sequence[int]) -> None:
+        with self.meeting.changed:
+            self.meeting.pages[name] = fds
+            self.meeting.changed.notify_all()
+
+    def pages(self, name: str) -> Sequence[int]:
+        self.meeting.until(lambda: name in self.meeting.pages)
+        return self.meeting.pages.pop(name)
 
 
 def assert_as_planned(plan: Plan, log: MemoryLog) -> None:

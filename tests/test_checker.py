@@ -36,6 +36,7 @@ PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "rounds": compiled("dynamic sampling"),
     "gradients in pieces": compiled("four nodes"),
     "solved": compiled("solved"),
+    "released": compiled("released"),
 }
 NAMES = sorted(MUTANTS)
 

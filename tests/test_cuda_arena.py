@@ -77,6 +77,32 @@ def test_pages_are_the_gpus_while_mapped_and_not_after(memory: Memory) -> None:
     assert free() == before
 
 
+def test_parts_come_and_go_by_themselves_and_cross_whole(memory: Memory) -> None:
+    """The pages of an update: they come in order, hold what was written, and another process takes all of them."""
+    arena = memory.reserve("w", 192 * MIB, cuts=(32 * MIB, 96 * MIB))
+    before = free()
+    for start, stop in ((0, 32 * MIB), (32 * MIB, 96 * MIB), (96 * MIB, 192 * MIB)):
+        arena.map_part(start, stop)
+        assert before - free() == stop
+        arena.view(start, (1000,), torch.float32).fill_(1.0 + start // MIB)
+    assert [arena.view(at * MIB, (1,), torch.float32).item() for at in (0, 32, 96)] == [1.0, 33.0, 97.0]
+    fds = arena.export()
+    told = in_a_process(
+        f"""
+        arena = memory.reserve("w", {192 * MIB}, cuts=({32 * MIB}, {96 * MIB}))
+        arena.adopt(fds)
+        print([arena.view(at * {MIB}, (1,), torch.float32).item() for at in (0, 32, 96)])
+        """,
+        fds,
+    )
+    close_all(fds)
+    assert told.stdout.strip() == "[1.0, 33.0, 97.0]", told.stderr
+    arena.unmap_part(0, 32 * MIB)
+    assert before - free() == 160 * MIB
+    arena.unmap()
+    assert free() == before
+
+
 def test_a_captured_graph_replays_over_new_pages(memory: Memory) -> None:
     arena = memory.reserve("w", 64 * MIB)
     arena.map()

@@ -24,7 +24,7 @@ from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StoredObject
 from rollplex.backends.memory.pinned import PinnedPool, Place
 from rollplex.backends.training.gradients import FlatGradients, leaves
-from rollplex.ir.errors import PlanError
+from rollplex.ir.errors import OutOfMemory, PlanError
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Offload, Run
 from rollplex.passes.leaving import PIECE_S, Part, exposed_s
@@ -241,3 +241,43 @@ def test_parts_of_an_object_leave_one_by_one() -> None:
     assert [e.nbytes for e in ledger.events() if e.kind == "release"] == [4096] * 3
     store.fetch("g", "fetch g")
     assert torch.equal(view, torch.arange(3072.0))
+
+
+def test_parts_of_an_object_come_one_by_one() -> None:
+    """Bytes, pages and the ledger follow; it is exported whole, and a part that is there is refused."""
+    ledger = Ledger.create("gpu0", 3 * 4096, process="train0")
+    memory, store = HostMemory(), ObjectStore(ledger)
+    arena, reader = (memory.reserve("w", 3 * 4096, cuts=(4096, 8192)) for _ in range(2))
+    store.add([StoredObject("w", "regenerable", 3 * 4096, arena)])
+    store.map_part("w", 4096, 8192, "map_part w")
+    assert (ledger.total_bytes, store.mapped("w"), len(arena.inodes())) == (4096, True, 1)
+    view = arena.view(4096, (1024,), torch.float32)
+    view.fill_(3.0)
+    with pytest.raises(PlanError, match="w: map of bytes 4096 to 12288, of which some are there already"):
+        store.map_part("w", 4096, 12288, "map_part w")
+    with pytest.raises(PlanError, match="w: map of bytes 0 to 100, which are not chunks"):
+        arena.map_part(0, 100)
+    with pytest.raises(PlanError, match="w: export of an arena that has lost a part"):
+        arena.export()
+    assert ledger.total_bytes == 4096
+    for start in (0, 8192):
+        store.map_part("w", start, start + 4096, "map_part w")
+    assert arena.view(0, (3072,), torch.float32).sum() == 3.0 * 1024
+    reader.adopt(arena.export())
+    assert reader.inodes() == arena.inodes()
+    assert reader.view(4096, (1024,), torch.float32).sum() == 3.0 * 1024
+    store.unmap_part("w", 0, 4096, "unmap_part w")
+    assert (ledger.total_bytes, len(arena.inodes())) == (8192, 2)
+    store.unmap("w", "unmap w")
+    assert (ledger.total_bytes, store.mapped("w")) == (0, False)
+
+
+def test_a_part_that_has_no_room_is_refused_and_nothing_is_mapped() -> None:
+    ledger = Ledger.create("gpu0", 4096, process="train0")
+    store = ObjectStore(ledger)
+    arena = HostMemory().reserve("w", 2 * 4096, cuts=(4096,))
+    store.add([StoredObject("w", "regenerable", 2 * 4096, arena)])
+    store.map_part("w", 0, 4096, "map_part w")
+    with pytest.raises(OutOfMemory, match=r"w asks for 4.00 KiB, but 4.00 KiB of 4.00 KiB are live"):
+        store.map_part("w", 4096, 8192, "map_part w")
+    assert (ledger.total_bytes, len(arena.inodes())) == (4096, 1)

@@ -1,6 +1,7 @@
 """The cells of the fault matrix: which process is struck, where, by what.
 
 train        run suffix         SIGKILL      every kind of step of every process, in the second of three iterations
+train        chunks 0 and 1     SIGKILL      between two writes of a snapshot whose pages come one by one
 controller   checkpoint         full disk
 all          train-0.safetensors truncated   a checkpoint of a run that was killed
 controller   P2                 second run   on the directory of one that goes on
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Barrier, Run, Step, Wait
+from rollplex.ir.steps import Barrier, Run, Step, UpdateChunk, Wait
 
 STEPS = 3
 SILENT_S, STEP_S = 5.0, 8.0  # run.silent_s and run.step_timeout_s
@@ -41,7 +42,7 @@ class Cell:
 
 def cells(plan: Plan) -> list[Cell]:
     """All of them, in the order of the table."""
-    return [*_steps(plan), *_first(plan), *_disks(), *_broken(), *_second()]
+    return [*_steps(plan), *_between(plan), *_first(plan), *_disks(), *_broken(), *_second()]
 
 
 def _steps(plan: Plan) -> Iterator[Cell]:
@@ -52,6 +53,14 @@ def _steps(plan: Plan) -> Iterator[Cell]:
             works = isinstance(step, Run) if kind == "controller" else not isinstance(step, Wait | Barrier)
             for fault in ("SIGKILL", "SIGSTOP", "exception", *(["hang"] if works else [])):
                 yield Cell(kind, label, fault, index)
+
+
+def _between(plan: Plan) -> Iterator[Cell]:
+    """Behind the writes of a chunk of a snapshot that was released, before those of the next: its pages mix both."""
+    chunks = [i for i, step in enumerate(plan.programs["train"]) if isinstance(step, UpdateChunk)]
+    for k in dict.fromkeys((0, len(chunks) // 2, len(chunks) - 2)):
+        for fault in ("SIGKILL", "exception"):
+            yield Cell("train", f"chunks {k} and {k + 1}", fault, chunks[k] + 1)
 
 
 def _first(plan: Plan) -> Iterator[Cell]:

@@ -52,8 +52,12 @@ class Verdict:
 
 
 def small_plan() -> Plan:
-    """Three steps on one GPU, with state on the host and a checkpoint after each: every mechanism is at work."""
+    """Three steps on one GPU, with state on the host and a checkpoint after each: every mechanism is at work.
+
+    The snapshot is released for the update, of whose chunks the first three write it again.
+    """
     return tight_plan(
+        optimizer={"snapshot": "release", "chunks": 12},
         run={"steps": STEPS, "checkpoint_every": 1, "silent_s": SILENT_S, "step_timeout_s": STEP_S},
     )
 

@@ -54,6 +54,13 @@ class Arena(Protocol):
         """Put fresh zero pages behind the range. PlanError if mapped; OutOfMemory if the machine has no pages."""
         ...
 
+    def map_part(self, start: int, stop: int) -> None:
+        """Put fresh zero pages behind bytes [start, stop); with the first of them the arena is mapped.
+
+        PlanError unless it lies between cuts that the range was reserved with, and if some of its pages are there.
+        """
+        ...
+
     def unmap(self) -> None:
         """Let the pages go; whoever adopted them keeps them, a later touch of a view faults. PlanError if unmapped."""
         ...
@@ -103,6 +110,6 @@ class Memory(Protocol):
     def reserve(self, name: str, nbytes: int, cuts: Sequence[int] = ()) -> Arena:
         """Reserve an address range without pages; OutOfMemory if the address space has no room.
 
-        At `cuts`, bytes from its beginning in whole pages, parts may be unmapped apart.
+        At `cuts`, bytes from its beginning in whole pages, parts may be mapped and unmapped apart.
         """
         ...

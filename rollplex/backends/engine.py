@@ -86,6 +86,18 @@ class Objects(Protocol):
         """Detach pages. PlanError if unmapped, or if the only copy would be lost."""
         ...
 
+    def map_part(self, name: str, start: int, stop: int, step: str) -> None:
+        """Attach fresh pages to bytes [start, stop). PlanError if some are mapped, OutOfMemory over capacity."""
+        ...
+
+    def unmap_part(self, name: str, start: int, stop: int, step: str) -> None:
+        """Detach the pages of bytes [start, stop). PlanError as `unmap`."""
+        ...
+
+    def handed_out(self, name: str) -> list[int]:
+        """New descriptors of an object's pages, for another process; the caller closes them."""
+        ...
+
     def fetch(self, name: str, step: str) -> None:
         """Host copy to fresh pages. PlanError without a valid host copy."""
         ...
@@ -168,7 +180,7 @@ class Engine(Tasks, Protocol):
         ...
 
     def adopt(self, name: str, fds: Sequence[int]) -> None:
-        """Bind the pages of an object that another process owns."""
+        """Bind the pages of an object that another process owns: at the start, and again when it has new ones."""
         ...
 
     def ready(self) -> dict[str, Any]:

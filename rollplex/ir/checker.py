@@ -24,6 +24,7 @@ from rollplex.ir.check.order import execute
 from rollplex.ir.check.pools import check_pools
 from rollplex.ir.check.publication import check_publication
 from rollplex.ir.check.races import check_races
+from rollplex.ir.check.release import check_handed_out
 from rollplex.ir.check.residency import check_residency, replay
 from rollplex.ir.check.rounds import check_rounds
 from rollplex.ir.check.rules import RULES, Rule, Violation
@@ -73,7 +74,8 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
     if any(v.kind == "deadlock" for v in stuck):
         return tuple(found)
     cuts, held = Cuts(facts, order), {process: one.spans for process, one in replays.items()}
-    found += [*check_values(facts, order), *check_imports(facts, order), *check_races(facts, order, cuts, held)]
+    found += [*check_values(facts, order), *check_imports(facts, order), *check_handed_out(facts, order)]
+    found += check_races(facts, order, cuts, held)
     if plan.feasible:
         found += check_capacity(facts, cuts, tuple(held.values()))
     found += check_host_pool(facts, cuts, tuple(held.values()))

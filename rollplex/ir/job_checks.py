@@ -14,6 +14,7 @@ from rollplex.ir.errors import JobError, PluginError
 from rollplex.ir.findings import Finding, KeyPath
 from rollplex.ir.lora_checks import lora_rules
 from rollplex.ir.parallel_checks import degrees, parallel_notes
+from rollplex.ir.releasing import check_release
 from rollplex.ir.serving_checks import kv_rules, serving_notes, serving_rules
 from rollplex.ir.streamed_checks import streamed_rules
 from rollplex.ir.turn_checks import seen_rules, turn_rules
@@ -46,7 +47,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
     if not bad_roles and not no_model:
         findings += calibration_rules(job)
         findings += [*serving_rules(job), *(lora_rules(job) if not bad_engines else ())]
-        findings += decay_rules(job) if not bad_engines else ()
+        findings += (*decay_rules(job), *check_release(job)) if not bad_engines else ()
     if not findings:
         findings += kv_rules(job)
     return tuple(findings)

@@ -22,6 +22,7 @@ Ablation = Literal["state_offload", "rollout_release", "chunked_optimizer", "wei
 Part = Literal["vision", "language"]
 Recompute = Literal["none", "selective", "full"]
 LayoutOrder = Literal["stock", "reindex", "auto"]
+SnapshotPages = Literal["auto", "keep", "release"]
 Target = Literal["qkv", "o", "gate_up", "down"]
 
 
@@ -220,6 +221,11 @@ class Optimizer(Section):
         default="auto", description="pieces the state is updated in; auto lets the solver choose"
     )
     in_flight: int = Field(default=3, ge=1, le=64, description="chunks whose load, update and return may overlap")
+    snapshot: SnapshotPages = Field(
+        default="auto",
+        description="pages of the old weights during the update: keep them and write over them, or release them at the "
+        "optimizer barrier and map new ones chunk by chunk; auto releases where a plan does not fit otherwise",
+    )
 
     @property
     def joins_gradient(self) -> bool:

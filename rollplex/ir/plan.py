@@ -41,7 +41,7 @@ class PlannedObject(Strict):
     class_: StateClass = Field(alias="class")
     role: str
     process: str = Field(description="process kind that owns the pages")
-    readers: tuple[str, ...] = Field(default=(), description="process kinds that import the pages for the whole run")
+    readers: tuple[str, ...] = Field(default=(), description="process kinds that import the pages")
     bytes: Whole = Field(description="bytes a GPU, rounded up to pages")
     slots: Slots = Field(default=1, description="equal parts, one for each microbatch")
     attached: Flag = False
@@ -62,7 +62,9 @@ class WindowSummary(Strict):
     seconds: Seconds = Field(description="predicted")
     hbm_bytes: Whole
     host_bytes: Whole
-    by_object: dict[str, Whole] = Field(description="HBM bytes by object, over all pools")
+    by_object: dict[str, Whole] = Field(
+        description="HBM bytes by object, over all pools; of what comes or goes in parts at the fullest moment"
+    )
 
 
 class OptimizerChunks(Strict):

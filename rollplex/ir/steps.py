@@ -1,6 +1,7 @@
 """The steps of a program: a closed union, data only; one `match` in the checker and one in the executor handle it.
 
 map actor.boundary          attach pages, contents undefined        unmap     detach them, contents gone
+map_part, unmap_part        the same for some of an object's bytes  export    hand its new pages to who imports them
 fetch reference.weights     host -> HBM                             offload   HBM -> host, then detach
 drop actor.prefix_saved     discard what will be recomputed         run       one task of the graph
 signal / wait               an event, with the values it carries    barrier   all processes meet
@@ -46,6 +47,31 @@ class Unmap(_Step):
     kind: Literal["unmap"] = "unmap"
     object: Name
     imported: Flag = False
+
+
+class MapPart(_Step):
+    """Attach fresh pages to bytes [start, stop) of an object, whole pages; its others are there or follow."""
+
+    kind: Literal["map_part"] = "map_part"
+    object: Name
+    start: Whole
+    stop: Whole
+
+
+class UnmapPart(_Step):
+    """Detach the pages of bytes [start, stop) of an object, whole pages, whose contents are used up; the rest stays."""
+
+    kind: Literal["unmap_part"] = "unmap_part"
+    object: Name
+    start: Whole
+    stop: Whole
+
+
+class Export(_Step):
+    """Hand out an object's pages, all of which are new, to the processes that import them."""
+
+    kind: Literal["export"] = "export"
+    object: Name
 
 
 class Fetch(_Step):
@@ -172,9 +198,10 @@ class Publish(_Step):
 
 
 Step = Annotated[
-    Map | Unmap | Fetch | Offload | Drop | Run | Signal | Wait | Barrier | Exchange | UpdateChunk | Rebuild | Publish,
+    Map | Unmap | MapPart | UnmapPart | Export | Fetch | Offload | Drop | Run | Signal | Wait | Barrier | Exchange
+    | UpdateChunk | Rebuild | Publish,
     Field(discriminator="kind"),
-]
+]  # fmt: skip
 
 
 def role_of(name: str) -> str:
@@ -189,7 +216,7 @@ def touched(step: Step) -> tuple[str, ...]:
             return (*step.reads, *step.writes)
         case Rebuild():
             return (*step.reads, step.object)
-        case Exchange() | Publish():
+        case Exchange() | Publish() | Export():
             return (step.object,)
         case _:
             return ()
@@ -219,6 +246,8 @@ def describe(step: Step) -> str:
             return f"{step.kind} {step.event}"
         case Barrier():
             return f"barrier {step.name}"
+        case MapPart() | UnmapPart():
+            return f"{step.kind} {step.object} [{step.start}, {step.stop})"
         case Exchange():
             return f"exchange {step.op} {step.object} over {step.group}"
         case _:

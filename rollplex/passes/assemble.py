@@ -35,9 +35,10 @@ from rollplex.passes.lower import Programs
 from rollplex.passes.node_memory import kept, node_memory
 from rollplex.passes.payload import batch_bytes
 from rollplex.passes.pinned import crowded_out, host_share
-from rollplex.passes.pools import by_pool, hbm_bytes, host_bytes, pool_summaries
+from rollplex.passes.pools import Parts, by_pool, bytes_in, hbm_bytes, host_bytes, pool_summaries
 from rollplex.passes.records import graph_records, host_names, loss_plans
 from rollplex.passes.residency import Residency
+from rollplex.passes.rewriting import fullest_parts
 from rollplex.passes.schedule import Phase, Schedule
 from rollplex.passes.share_policy import SharePolicy
 from rollplex.passes.state import START, HeldSizes, Lifetimes, StateObject
@@ -109,7 +110,8 @@ def processes(job: Job) -> dict[str, ProcessKind]:
 def summarise(module: Module) -> Summary:
     """Objects, windows, peaks and the results of the solved passes."""
     objects = planned_objects(module)
-    windows = window_summaries(module, objects)
+    parts = fullest_parts(module, module[Chunks].summary.optimizer.elements)
+    windows = window_summaries(module, objects, parts)
     peak = max(windows, key=lambda w: w.hbm_bytes)
     job, layout, chunks = module.job, module[Layout], module[Chunks]
     return Summary(
@@ -119,7 +121,7 @@ def summarise(module: Module) -> Summary:
         peak_window=peak.name,
         peak_host_bytes=max(w.host_bytes for w in windows),
         batch_bytes=batch_bytes(job),
-        pools=pool_summaries(job, objects),
+        pools=pool_summaries(job, objects, parts),
         tail=tail(job),
         rounds=rounds(module),
         trajectories=trajectories(module),
@@ -185,20 +187,20 @@ def _start(first: Place, last: Place) -> Place:
     return first if first == last else "host"
 
 
-def window_summaries(module: Module, objects: list[PlannedObject]) -> list[WindowSummary]:
+def window_summaries(module: Module, objects: list[PlannedObject], parts: Parts) -> list[WindowSummary]:
     """What a GPU holds in every window, in the pool that holds most."""
     seconds, pools = module[Estimate].window_s, by_pool(module.job, objects).values()
-    return [_window(w.name, w.phase, seconds[w.name], list(pools)) for w in module[Schedule].windows]
+    return [_window(w.name, w.phase, seconds[w.name], list(pools), parts) for w in module[Schedule].windows]
 
 
-def _window(name: str, phase: Phase, seconds: float, pools: list[list[PlannedObject]]) -> WindowSummary:
+def _window(name: str, phase: Phase, seconds: float, pools: list[list[PlannedObject]], parts: Parts) -> WindowSummary:
     return WindowSummary(
         name=name,
         phase=phase,
         seconds=round(seconds, 6),
-        hbm_bytes=max(hbm_bytes(mine, name) for mine in pools),
+        hbm_bytes=max(hbm_bytes(mine, name, parts) for mine in pools),
         host_bytes=max(host_bytes(mine, name) for mine in pools),
-        by_object={o.name: o.bytes for mine in pools for o in mine if o.residency[name] == "hbm"},
+        by_object={o.name: bytes_in(o, name, parts) for mine in pools for o in mine if o.residency[name] == "hbm"},
     )
 
 
@@ -294,13 +296,13 @@ def explain(job: Job, summary: Summary) -> Infeasible | None:
     pools = by_pool(job, summary.objects).values()
     for w in summary.windows:
         if w.hbm_bytes > summary.capacity_bytes:
-            fullest = max(pools, key=lambda mine: hbm_bytes(mine, w.name))
-            live = [o for o in fullest if o.residency[w.name] == "hbm"]
-            return _infeasible(w.name, "hbm", w.hbm_bytes - summary.capacity_bytes, _sizes(live))
+            held = ({o.name: w.by_object[o.name] for o in mine if o.name in w.by_object} for mine in pools)
+            live = max(held, key=lambda sizes: sum(sizes.values()))
+            return _infeasible(w.name, "hbm", w.hbm_bytes - summary.capacity_bytes, live)
     for w in summary.windows:
         if w.host_bytes > summary.host_capacity_bytes:
-            fullest = max(pools, key=lambda mine: host_bytes(mine, w.name))
-            held = [o for o in fullest if o.host_backed or o.residency[w.name] == "host"]
+            most = max(pools, key=lambda mine: host_bytes(mine, w.name))
+            held = [o for o in most if o.host_backed or o.residency[w.name] == "host"]
             return _infeasible(w.name, "host", w.host_bytes - summary.host_capacity_bytes, _sizes(held))
     return _node_full(job, summary)
 

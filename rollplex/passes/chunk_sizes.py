@@ -6,19 +6,22 @@ Data        P       parameters a rank updates, in units of 64          s    chun
             A       bytes that Adam allocates for one unit of the chunk that it updates
             R[w]    room: capacity less what residency holds in window w, workspaces left out; whole pages
             M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces alive in w with m responses a step
+            S[E]    bytes of snapshot and gradients together at the fullest moment of an update with chunks of E units,
+                    where it makes a released snapshot again (releasing.py); R[w] is without them then. Else nothing
             a, L    time of one unit through the host link (zero where the state is resident), of one launch
 Variables   K       chunks                           E    units of one chunk              KE   their product
             F       units in flight                  x[m]    m responses a suffix step        over[w]  bytes over R[w]
-            c       microseconds of one chunk        T    of the update
+            c       microseconds of one chunk        T    of the update          G    bytes of S[E]
 Constraints (1)  KE = K E
             (2)  KE >= P                                        the chunks cover the parameters,
             (3)  KE - E < P                                     and none is empty
             (4)  K = the job's optimizer.chunks                 where it names a number; E = what an ablation holds
             (5)  F = min(s E, KE)                               there may be fewer chunks than may overlap
             (6)  sum_m x[m] = 1
-            (7)  sum_m W[m,w] x[m] + (F B + E A if w updates) <= R[w] + over[w]
+            (7)  sum_m W[m,w] x[m] + (F B + E A + G if w updates) <= R[w] + over[w]
             (8)  c >= a E + L
             (9)  T = (K + s - 1) c
+            (10) G = S[E]                                       E one of those that it is known of
 Objective   bytes over capacity, then suffix steps a group, then update time, then workspace bytes
 Bytes over capacity are what even the smallest sizes lack; the plan then does not fit, and says so by window.
 Every trained role has a model of its own, for their updates share no window; that of the policy chooses m for all.
@@ -35,7 +38,7 @@ from rollplex.ir.job import Job
 from rollplex.ir.job_section import MOST_PIECES
 from rollplex.ir.module import Module
 from rollplex.ir.plan import ChunkSummary, Microbatches, OptimizerChunks, SolverResult
-from rollplex.passes.costs import Costs
+from rollplex.passes.chunk_data import Data, gather, gather_update
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
@@ -43,12 +46,8 @@ from rollplex.passes.state import HeldSizes, Lifetimes, SizeChoice
 from rollplex.passes.update_sizes import (
     ALIGN,
     chunk_bytes_per_element,
-    chunks_in_flight,
-    flying_bytes_per_element,
     pages,
     resident_bytes,
-    updating_bytes_per_element,
-    wanted_chunks,
     workspace_name,
 )
 from rollplex.passes.work import updated_parameters
@@ -71,81 +70,6 @@ class Chunks:
         return f"optimizer {o.count} chunks of {o.bytes / 2**20:.1f} MiB, {m.suffix_responses} responses a suffix step"
 
 
-@dataclass(frozen=True)
-class Data:
-    """Numbers of the docstring; `alive` are windows of suffix workspaces, `wanted` a stated K, `held` a given E."""
-
-    parameters: int
-    in_flight: int
-    element_bytes: int
-    room: dict[str, int]
-    choices: tuple[SizeChoice, ...]
-    alive: dict[str, tuple[str, ...]]
-    update_window: str
-    ps_per_element: int
-    group: int
-    wanted: int | None = None
-    held: int | None = None
-    updating_bytes: int = 0
-
-    @property
-    def units(self) -> int:
-        """P, rounded up to whole units."""
-        return -(-self.parameters // ALIGN)
-
-    def workspace_bytes(self, elements: int) -> int:
-        """All that chunks of so many parameters take together."""
-        return min(self.in_flight * elements, self.parameters) * self.element_bytes + elements * self.updating_bytes
-
-    def suffix_bytes(self, choice: SizeChoice, window: str) -> int:
-        """W[m,w]: all suffix workspaces that are alive in the window together."""
-        return sum(nbytes for name, nbytes in choice.nbytes.items() if window in self.alive[name])
-
-
-def gather(module: Module) -> Data:
-    """The data of the policy's update and of the suffix steps of all roles, from the module's facts."""
-    return _data(module, module.job.policy, module[Schedule].names(), module[Lifetimes].choices)
-
-
-def gather_update(module: Module, role: str, chosen: SizeChoice) -> Data:
-    """The data of another role's update: the suffix step is chosen, and no suffix workspace is alive meanwhile."""
-    return _data(module, role, module[Schedule].names("update", role=role), (chosen,))
-
-
-def _data(module: Module, role: str, windows: tuple[str, ...], choices: tuple[SizeChoice, ...]) -> Data:
-    job, schedule, lifetimes, residency = module.job, module[Schedule], module[Lifetimes], module[Residency]
-    scalable = {name for choice in lifetimes.choices for name in choice.nbytes}
-    chunked = {workspace_name(job, r) for r in schedule.trained}
-    (update,) = schedule.names("update", role=role)
-    state = [f"{role}.{name}" for name in ("master", "moments", "gradients")]
-    at_host = [o.nbytes for o in lifetimes.objects if o.name in state and residency.place(o.name, update) == "host"]
-    parameters = updated_parameters(job, role)
-    return Data(
-        parameters=parameters,
-        in_flight=chunks_in_flight(job, role) if at_host else 1,
-        element_bytes=flying_bytes_per_element(job, bool(at_host)),
-        updating_bytes=updating_bytes_per_element(job, role, bool(at_host)),
-        room={w: _room(module, w, scalable | chunked) for w in windows},
-        choices=choices,
-        alive={name: lifetimes[name].alive(schedule.names()) for name in scalable},
-        update_window=update,
-        ps_per_element=round(Costs(job).link_s(sum(at_host)) * 1e12 / parameters),
-        group=job.group,
-        wanted=wanted_chunks(job, -(-parameters // ALIGN)),
-        held=module[HeldSizes].chunk_elements if role == job.policy else None,
-    )
-
-
-def _room(module: Module, window: str, scalable: set[str]) -> int:
-    """R[w]; sizes are whole pages in the end, so a part of a page is no room."""
-    page, residency = module.job.device.page_bytes, module[Residency]
-    job = module.job
-    beside = (o for o in module[Lifetimes].objects if job.pool(o.process) == job.pool("train"))
-    fixed = (o for o in beside if o.name not in scalable)
-    held = sum(o.nbytes for o in fixed if residency.place(o.name, window) == "hbm")
-    return (module.job.capacity_bytes - held) // page * page
-
-
 class Model:
     """The variables of the docstring; `FAMILIES` are its constraints."""
 
@@ -154,12 +78,14 @@ class Model:
         unit_us = -(-ALIGN * data.ps_per_element * data.units // 10**6)
         longest, most = unit_us + LAUNCH_US + 1, min(MOST_PIECES, data.units)
         whole = (data.in_flight * data.element_bytes + data.updating_bytes) * data.units * ALIGN
+        whole += max(data.beside.values(), default=0)
         worst = {
             w: max(0, whole + max(data.suffix_bytes(c, w) for c in data.choices) - r) for w, r in data.room.items()
         }
         self.count = self.cp.new_int_var(1, most, "K")
         self.units = self.cp.new_int_var(1, data.units, "E")
         self.product = self.cp.new_int_var(0, most * data.units, "KE")
+        self.beside = self.cp.new_int_var(0, max(data.beside.values(), default=0), "G")
         self.flying = self.cp.new_int_var(1, most * data.units, "F")
         self.step = {c.responses: self.cp.new_bool_var(f"x[{c.responses}]") for c in data.choices}
         self.over = {w: self.cp.new_int_var(0, most, f"over[{w}]") for w, most in worst.items()}
@@ -222,7 +148,7 @@ def one_step(m: Model) -> None:
 def room(m: Model) -> None:
     """(7)."""
     data = m.data
-    in_flight = ALIGN * m.workspace()
+    in_flight = ALIGN * m.workspace() + m.beside
     for w, room in data.room.items():
         suffix = sum(data.suffix_bytes(c, w) * m.step[c.responses] for c in data.choices)
         m.cp.add(suffix + (in_flight if w == data.update_window else 0) <= room + m.over[w])
@@ -238,6 +164,12 @@ def update_time(m: Model) -> None:
     m.cp.add_multiplication_equality(m.update_us, [m.chunk_us, m.count + (m.data.in_flight - 1)])
 
 
+def snapshot_and_gradients(m: Model) -> None:
+    """(10)."""
+    if m.data.beside:
+        m.cp.add_allowed_assignments([m.units, m.beside], list(m.data.beside.items()))
+
+
 FAMILIES: tuple[Family[Model], ...] = (
     Family(1, "parameters that the chunks take", product),
     Family(2, "chunks cover the parameters", cover),
@@ -248,6 +180,7 @@ FAMILIES: tuple[Family[Model], ...] = (
     Family(7, "room for what is alive together", room),
     Family(8, "time of a chunk", chunk_time),
     Family(9, "time of the update", update_time),
+    Family(10, "what is there of a snapshot that is made again, and left of gradients", snapshot_and_gradients),
 )
 
 

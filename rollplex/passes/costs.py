@@ -35,6 +35,9 @@ EAGER_LAYER_S = 5e-4
 """Least time of one layer's forward in an eager trainer: some 50 launches of 10 us, a floor under short prompts."""
 INTERFERENCE_SHARE = 0.021
 """Decode slowdown under MPS default, as a share of decode (paper section 4.6, PerceptionTest)."""
+REMAP_S_PER_GIB = 2.0e-3
+"""Pages that go and come back in handles of 256 MiB: create, map, set access, unmap, release take 6.5 ms for 8 GiB, an
+import with its map 0.2 ms a handle, and its end as long again; one H200, benchmarks of the driver alone."""
 STEP_BINS = 32
 REFRESH_START_S = 5.6
 REFRESH_SHARE = 0.095
@@ -70,6 +73,10 @@ class Costs:
     def link_s(self, nbytes: float) -> float:
         """Moving bytes between HBM and the pinned pool, one way."""
         return nbytes / (self.job.device.host_link_gb_s * 1e9)
+
+    def remap_s(self, nbytes: float) -> float:
+        """Letting pages go that another process has imported too, and mapping, exporting and importing new ones."""
+        return nbytes / 2**30 * REMAP_S_PER_GIB
 
     def exchange_s(self, nbytes: float) -> float:
         """Receiving bytes from GPUs of the same node."""

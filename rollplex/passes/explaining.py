@@ -16,6 +16,7 @@ from rollplex.ir.explanation import Effect, Explanation, Move, Stay
 from rollplex.ir.job_file import change_job
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Plan, PlannedObject, Residency
+from rollplex.ir.steps import MapPart
 from rollplex.passes.formulas import formula_of
 from rollplex.passes.rebuild import as_planned, rebuild
 from rollplex.passes.residency import FAMILIES, Model
@@ -113,7 +114,8 @@ def _over(o: PlannedObject, window: str) -> bool:
 
 
 def _moves(plan: Plan, module: Module, o: PlannedObject, state: StateObject) -> Iterator[Move]:
-    data = gather(module)
+    steps = (step for program in plan.programs.values() for step in program)
+    data = gather(module, "release" if any(isinstance(step, MapPart) for step in steps) else "keep")
     item = next(i for i in data.items if i.name == o.name)
     base = _solve(module, data, None)
     places: tuple[Residency, ...] = PLACES

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 from rollplex.ir.job import Job
 from rollplex.ir.job_schema import Ablation, LayoutOrder
+from rollplex.ir.releasing import not_releasable
 from rollplex.passes.lever import Lever, Overrides, one_key, size_text, spread
 from rollplex.passes.levers_engines import trainers
 from rollplex.passes.levers_rollout import budget_for, rollout
@@ -105,6 +106,8 @@ def _update(job: Job) -> Iterator[Lever]:
         yield one_key("optimizer.chunks", ("auto",))
     elif job.ablate and "chunked_optimizer" not in job.ablate:  # it holds the chunks of the full schedule
         yield one_key("optimizer.chunks", tuple(str(2**k) for k in range(3, 8)))
+    if optimizer.snapshot == "keep" and not not_releasable(job):
+        yield one_key("optimizer.snapshot", ("release",))
     yield one_key("optimizer.in_flight", tuple(str(n) for n in range(optimizer.in_flight - 1, 0, -1)))
 
 

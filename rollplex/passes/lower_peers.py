@@ -16,13 +16,14 @@ from rollplex.ir.lora import lora_of
 from rollplex.ir.steps import Barrier, Run, Signal, Step, Wait
 from rollplex.passes.calls import Call
 from rollplex.passes.inventory import CARRIED
+from rollplex.passes.lower_release import ReleasedSnapshot
 from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
 from rollplex.passes.state import Lifetimes
 from rollplex.passes.trajectories import KEPT
 
 
 @dataclass(frozen=True)
-class RolloutProgram(Context):
+class RolloutProgram(ReleasedSnapshot):
     """Makes the steps of a rollout rank."""
 
     def steps(self) -> Iterator[Step]:
@@ -35,6 +36,7 @@ class RolloutProgram(Context):
             yield from released
             yield Signal(window=end, event=RELEASED)
         yield Barrier(window=self.last_window["P2"], name=THETA_QUIET)
+        yield from self.bound_again()
         if self.calls_rollout:
             yield Wait(window=self.updating, event=WAKE)
             yield from self.woken

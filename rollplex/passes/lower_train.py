@@ -17,7 +17,8 @@ from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.inventory import activations_name
 from rollplex.passes.layout import Layout
 from rollplex.passes.leaving import leaving
-from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE, Context
+from rollplex.passes.lower_release import ReleasedSnapshot
+from rollplex.passes.lowering import PUBLISHED, RELEASED, ROLLOUT_COMPLETE, THETA_QUIET, WAKE
 from rollplex.passes.schedule import Call, Window, turned
 from rollplex.passes.state import Lifetimes
 from rollplex.passes.update_sizes import workspace_name
@@ -25,7 +26,7 @@ from rollplex.passes.work import lacking_parameters, updated_parameters
 
 
 @dataclass(frozen=True)
-class TrainProgram(Context):
+class TrainProgram(ReleasedSnapshot):
     """Makes the steps of a training rank."""
 
     def steps(self) -> Iterator[Step]:
@@ -93,6 +94,7 @@ class TrainProgram(Context):
                 yield Wait(window=name, event=RELEASED)
         if name == self.last_window["P2"]:
             yield Barrier(window=name, name=THETA_QUIET)
+            yield from self.let_go(name)
         if name == self.last_window["P3"]:
             yield Barrier(window=name, name=PUBLISHED)
 
@@ -266,14 +268,17 @@ class TrainProgram(Context):
         state = (f"{role}.gradients", f"{role}.master", f"{role}.moments")
         tower = (f"{role}.vision",) if trains_vision(job, role) else ()
         workspace = workspace_name(job, role)
+        parts = self.rewritten if role == self.policy else ()
         for index in range(chunks.count):
             start = index * chunks.elements
+            yield from self.comes(at, parts, index)
             yield UpdateChunk(
                 window=at, role=role, index=index, start=start, stop=min(start + chunks.elements, total),
                 reads=self.placed(at, "hbm", *state),
                 writes=self.placed(at, "hbm", f"{role}.snapshot", *tower, workspace, f"{role}.adam", *state[1:]),
                 streams=self.placed(at, "host", *state),
             )  # fmt: skip
+            yield from self.goes(at, parts, index)
         if others := lacking_parameters(job, role):
             nbytes = others * job.itemsize
             yield Exchange(window=at, group="dp", op="all_gather", object=f"{role}.snapshot", nbytes=nbytes)
@@ -293,4 +298,5 @@ class TrainProgram(Context):
         frozen = lora_of(self.module.job) is not None  # a base whose case-3 tensors were made with it
         if (buffer := self.placed(at, "hbm", f"{window.role}.case3")) and not frozen:
             yield Rebuild(window=at, object=buffer[0], reads=(snapshot,))
+        yield from self.handed_out(at)
         yield Publish(window=at, object=snapshot)

@@ -16,6 +16,7 @@ from rollplex.ir.plan import BARRIERS
 from rollplex.ir.steps import Drop, Exchange, Fetch, Map, Offload, Step, Unmap
 from rollplex.ir.work import trains_vision
 from rollplex.passes.residency import Residency
+from rollplex.passes.rewriting import names, update_window
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, Lifetimes, StateObject
 
@@ -145,6 +146,17 @@ class Context:
             return False
         return window == [w for w in self.schedule.names() if self.place(name, w) == "hbm"][-1]
 
+    # ---- a snapshot whose pages go, and come back chunk by chunk
+
+    @property
+    def remade(self) -> str | None:
+        """The snapshot, where its pages are released for the update."""
+        return names(self.module)[0] if self.module[Residency].released else None
+
+    def leaves_behind_chunks(self, name: str, window: str) -> bool:
+        """Whether an object leaves HBM behind the chunks of a window that use it up."""
+        return bool(self.remade) and name == names(self.module)[1] and window == update_window(self.module)
+
     # ---- residency changes
 
     def neighbours(self, o: StateObject, window: str) -> tuple[str, str]:
@@ -171,7 +183,7 @@ class Context:
     def leave(self, process: str, window: str) -> Iterator[Step]:
         """Unmaps, offloads and drops at a window's end."""
         for o in self.owned(process):
-            if self.place(o.name, window) != "hbm":
+            if self.place(o.name, window) != "hbm" or self.leaves_behind_chunks(o.name, window):
                 continue
             _, after = self.neighbours(o, window)
             if after == "-" or (after == "host" and o.host_backed):

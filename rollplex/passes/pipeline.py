@@ -146,7 +146,7 @@ class Recompiler:
         placed = self._place(Residency) + 1
         module = run_passes(start(self.algorithm, job), self.passes[:placed])
         found = module[Residency]
-        return None if found.over_hbm or found.over_host else build_plan(run_passes(module, self.passes[placed:]))
+        return build_plan(run_passes(module, self.passes[placed:])) if found.fits else None
 
     def check(self, plan: Plan) -> None:
         """PlanError for a plan that the checker refuses."""

@@ -10,6 +10,8 @@ Data        o, w     object, window              w-1      the window of A[o] bef
             f(o)     the window whose work makes o final layer by layer, for gradients; n(o) the window behind it
             r(o)     seconds of t(o) that are left if o leaves in pieces beside that work (leaving.py)
             g[w]     seconds of compute of w, behind which saved states (recomputable objects) stream
+            M[w]     moments of w: of the update, if it makes a released snapshot again, those at which most is there;
+                     b[o,m] bytes of o then (releasing.py); q[w] seconds that its pages take to go and come
             k        a stretch: all overlapped windows of a turn of phase P1 together, every other window alone
             slack[k] seconds of transfer that hide in it: the decode tail that the prefixes leave over, or all of decode
                      where rollout has GPUs of its own; between turns the environment's too
@@ -22,16 +24,16 @@ Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w      over[p,
 Constraints (1)  h + c + d = 1                                 w in A[o]
             (2)  place[o,w] = 0                                w in A[o], place not in F[o,w]
             (3)  place[o,w] = place[o,w-1]                     o recomputable: one place for its life
-            (4)  sum_{o in p} b[o] h[o,w] <= C + over[p,w]                          capacity of HBM
+            (4)  sum_{o in p} b[o,m] h[o,w] <= C + over[p,w]   m in M[w]           capacity of HBM
             (5)  sum_{o in p} b[o] (c[o,w] or host-backed, + z[o] if w = f(o)) <= H + short[p,w]
                                                                                     capacity of the pinned pool
             (6)  up[o,w] >= h[o,w] - h[o,w-1]                  o not recomputable
             (7)  down[o,w] >= h[o,w-1] - h[o,w]                o not recomputable, not host-backed
             (8)  s[w] + g[w] >= sum_o t(o) c[o,w]              w in S[o], o recomputable
             (9)  e[k] + slack[k] >= sum_{w in k} s[w] + sum_o t(o) (up + down + c if w in S[o]) + t(recompute) d[o,last]
-                                                               less (t(o) - r(o)) z[o] in n(o);
+                                                               + q[w], less (t(o) - r(o)) z[o] in n(o);
                                                                a saved state's c is in s already
-            (10) P >= sum_{o in p} b[o] h[o,w]
+            (10) P >= sum_{o in p} b[o,m] h[o,w]               m in M[w]
             (11) V >= over[p,w],  V >= short[p,w]
             (12) z[o] <= down[o,n(o)]
             (13) T >= P - 9/10 C
@@ -54,10 +56,11 @@ from rollplex.ir.module import Module
 from rollplex.ir.plan import Residency as Place
 from rollplex.ir.plan import SolverResult
 from rollplex.passes.layout import Layout
+from rollplex.passes.releasing import Choice, choices
 from rollplex.passes.residency_data import PLACES, UNIT, Data, Item, gather
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
-from rollplex.passes.state import Lifetimes
+from rollplex.passes.state import HeldSizes, Lifetimes
 
 LONGEST_US = 10**12
 
@@ -66,7 +69,8 @@ LONGEST_US = 10**12
 class Residency:
     """Where every object is; bytes over capacity by window (empty when it fits), exposed seconds by stretch.
 
-    `in_pieces` are the objects that leave HBM beside the backward that makes them final.
+    `in_pieces` are the objects that leave HBM beside the backward that makes them final. `released` says whether the
+    update makes the snapshot again chunk by chunk, on new pages; gradients that are in HBM then leave behind each.
     """
 
     made_by: ClassVar[str] = "residency"
@@ -77,6 +81,12 @@ class Residency:
     exposed: dict[str, float]
     solvers: tuple[SolverResult, ...]
     in_pieces: frozenset[str] = frozenset()
+    released: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether no capacity is exceeded."""
+        return not (self.over_hbm or self.over_host)
 
     @property
     def exposed_s(self) -> float:
@@ -113,10 +123,11 @@ class Model:
         self.near = self.cp.new_int_var(0, total, "T")
         self.most_over = self.cp.new_int_var(0, total, "V")
 
-    def hbm(self, pool: str, window: str) -> cp_model.LinearExprT:
-        """Units in HBM of a GPU of the pool in a window."""
-        here = (o for o in self.data.items if o.pool == pool and window in o.places)
-        return sum(o.units * self.at[o.name, window, "hbm"] for o in here)
+    def hbm(self, pool: str, window: str) -> Iterator[cp_model.LinearExprT]:
+        """Units in HBM of a GPU of the pool at each moment of a window."""
+        here = [o for o in self.data.items if o.pool == pool and window in o.places]
+        for then in self.data.moments_of(window):
+            yield sum(then.get(o.name, o.units) * self.at[o.name, window, "hbm"] for o in here)
 
     def moves(self, o: Item, window: str) -> cp_model.LinearExprT:
         """How often o crosses the link before or in a window, as a whole."""
@@ -170,7 +181,8 @@ def kept_for_life(m: Model) -> None:
 def hbm_capacity(m: Model) -> None:
     """(4)."""
     for (p, w), over in m.over.items():
-        m.cp.add(m.hbm(p, w) <= m.data.capacity + over)
+        for held in m.hbm(p, w):
+            m.cp.add(held <= m.data.capacity + over)
 
 
 def host_capacity(m: Model) -> None:
@@ -212,6 +224,7 @@ def exposure(m: Model) -> None:
 def _spent(m: Model, w: str) -> Iterator[cp_model.LinearExprT]:
     """Microseconds of transfers and recomputation that stand in a window, hidden or not."""
     yield m.late[w]
+    yield m.data.remap_us.get(w, 0)
     for o in (o for o in m.data.items if w in o.places):
         if not o.recomputable:
             yield o.link_us * m.moves(o, w)
@@ -224,7 +237,8 @@ def _spent(m: Model, w: str) -> Iterator[cp_model.LinearExprT]:
 def peak(m: Model) -> None:
     """(10)."""
     for p, w in m.over:
-        m.cp.add(m.peak >= m.hbm(p, w))
+        for held in m.hbm(p, w):
+            m.cp.add(m.peak >= held)
 
 
 def near_capacity(m: Model) -> None:
@@ -290,23 +304,35 @@ def read(model: Model, solution: Solution) -> Residency:
     late = zip(model.exposed, model.data.stretches, strict=True)
     exposed = {k.windows[-1]: solution.value(e) * 1e-6 for e, k in late}
     pieces = frozenset(name for name, literal in model.in_pieces.items() if solution.true(literal))
-    return Residency(places, over, short, int(moved), exposed, solution.results, pieces)
+    released = bool(model.data.moments)
+    return Residency(places, over, short, int(moved), exposed, solution.results, pieces, released)
 
 
 @dataclass(frozen=True)
 class ResidencyPass:
     """Solve HBM, host or dropped for every object and window under both capacities (CP-SAT).
 
-    Job keys: `cluster.capacity_gib`, `cluster.host_memory_gb`, `cluster.pinned_share`, `solver`.
+    Where that does not fit, it is solved again for an update that makes a released snapshot again on new pages, if the
+    job allows one: the cheaper that fits is taken.
+
+    Job keys: `cluster.capacity_gib`, `cluster.host_memory_gb`, `cluster.pinned_share`, `optimizer.snapshot`, `solver`.
     """
 
     name: ClassVar[str] = "residency"
-    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, Lifetimes)
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, HeldSizes, Lifetimes)
     makes: ClassVar[type] = Residency
 
     def run(self, module: Module) -> Module:
         """Solve; a schedule over capacity is returned as such, for the plan to explain."""
-        model, limits = constrain(Model(gather(module)), FAMILIES), module.job.solver
+        cheapest, *others = choices(module.job)
+        found = self._solve(module, cheapest)
+        for choice in others if not found.fits else ():
+            other = self._solve(module, choice)
+            found = other if other.fits else found
+        return module.put(found)
+
+    def _solve(self, module: Module, snapshot: Choice) -> Residency:
+        model, limits = constrain(Model(gather(module, snapshot)), FAMILIES), module.job.solver
         solution = minimise(model.cp, self.name, model.objectives(), seconds=limits.seconds, seed=limits.seed)
         assert solution is not None, "over[p,w] and short[p,w] make every job solvable"
-        return module.put(read(model, solution))
+        return read(model, solution)

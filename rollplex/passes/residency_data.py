@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from rollplex.ir.job import Job
@@ -13,9 +13,12 @@ from rollplex.ir.work import turn_work
 from rollplex.passes.costs import Costs
 from rollplex.passes.layout import Layout
 from rollplex.passes.leaving import leaving
+from rollplex.passes.releasing import Choice, moments, rewritten
 from rollplex.passes.schedule import Schedule
-from rollplex.passes.state import START, Lifetimes, StateObject
+from rollplex.passes.state import START, HeldSizes, Lifetimes, StateObject
 from rollplex.passes.timeline import Added, Timeline, window_seconds
+from rollplex.passes.update_sizes import ALIGN, reserved_elements
+from rollplex.passes.work import updated_parameters
 
 PLACES: tuple[Place, ...] = ("hbm", "host", "dropped")
 UNIT = 4096
@@ -71,7 +74,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Data:
-    """Sets and numbers of the maths; capacities in units, `compute_us` is g[w]."""
+    """Sets and numbers of the maths; capacities in units, `compute_us` is g[w], `remap_us` q[w]."""
 
     windows: tuple[str, ...]
     items: tuple[Item, ...]
@@ -79,6 +82,12 @@ class Data:
     host_capacity: int
     stretches: tuple[Stretch, ...]
     compute_us: dict[str, int]
+    moments: dict[str, tuple[dict[str, int], ...]] = field(default_factory=dict)
+    remap_us: dict[str, int] = field(default_factory=dict)
+
+    def moments_of(self, window: str) -> tuple[dict[str, int], ...]:
+        """M[w]: of each moment the units of what grows or shrinks; in other windows nothing does."""
+        return self.moments.get(window, ({},))
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -86,10 +95,28 @@ class Data:
         return tuple(dict.fromkeys(o.pool for o in self.items))
 
 
-def gather(module: Module) -> Data:
-    """The data of a module that knows its schedule and lifetimes."""
+def gather(module: Module, snapshot: Choice = "keep") -> Data:
+    """The data of a module that knows its schedule and lifetimes, where an update keeps or releases the snapshot."""
     added = Added.of(module.job, module[Layout].summary)
-    return data_of(module.job, module[Schedule], module[Lifetimes], added)
+    data = data_of(module.job, module[Schedule], module[Lifetimes], added)
+    return data if snapshot == "keep" else _released(module, data)
+
+
+def _released(module: Module, data: Data) -> Data:
+    """In the update two moments decide: the one that has most of snapshot and gradients, and the last.
+
+    Chunks are as residency reserves them; gradients that are not in HBM count for nothing.
+    """
+    job, lifetimes = module.job, module[Lifetimes]
+    (window,) = module[Schedule].names("update", role=job.policy)
+    names = (f"{job.policy}.snapshot", f"{job.policy}.gradients")
+    nbytes = [lifetimes[name].nbytes for name in names]
+    elements = reserved_elements(job, updated_parameters(job, job.policy), module[HeldSizes].chunk_elements)
+    every = list(moments(rewritten(job, -(-elements // ALIGN) * ALIGN, *nbytes), nbytes[1]))
+    found = (max(every, key=lambda m: m.held(gradients=True)), every[-1])
+    units = tuple({n: -(-b // UNIT) for n, b in zip(names, (m.snapshot, m.gradients), strict=True)} for m in found)
+    remap = {window: round(Costs(job).remap_s(nbytes[0]) * 1e6)}
+    return replace(data, moments={window: units}, remap_us=remap)
 
 
 def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes, added: Added) -> Data:

@@ -16,8 +16,10 @@ from rollplex.ir.steps import (
     Barrier,
     Drop,
     Exchange,
+    Export,
     Fetch,
     Map,
+    MapPart,
     Offload,
     Publish,
     Rebuild,
@@ -25,6 +27,7 @@ from rollplex.ir.steps import (
     Signal,
     Step,
     Unmap,
+    UnmapPart,
     UpdateChunk,
     Wait,
     describe,
@@ -64,11 +67,18 @@ def execute(state: ProcessState, step: Step) -> None:
         case Map(object=name, imported=False):
             state.memory.objects.map(name, text)
             state.produced.discard(name)
-        case Unmap(object=name, imported=False):
+        case Map(object=name):  # imported pages stay, unless their owner lets them go (paper section 3.2)
+            state.memory.adopt(name, state.link.pages(name))
+            state.produced.add(name)
+        case Unmap(object=name):
             state.memory.objects.unmap(name, text)
             state.produced.discard(name)
-        case Map() | Unmap():
-            pass  # imported pages are bound once, before the first iteration, and stay (paper section 3.3)
+        case MapPart(object=name, start=start, stop=stop):
+            state.memory.objects.map_part(name, start, stop, text)
+        case UnmapPart(object=name, start=start, stop=stop):
+            state.memory.objects.unmap_part(name, start, stop, text)
+        case Export(object=name):
+            state.link.hand_out(name, state.memory.objects.handed_out(name))
         case Fetch(object=name):
             state.memory.objects.fetch(name, text)
             state.produced.add(name)

@@ -3,7 +3,8 @@
 wait                 ended by                                      gives up
 event                Deliver, when another process signals it      after `silent_s` without a word from the controller
 barrier              Release, when the last process arrives        likewise
-command              Begin, Ask, Stop, Adopt                       likewise
+pages                Adopt, when their owner has handed them out   likewise
+command              Begin, Ask, Stop                              likewise
 any of them          the death of the controller: the process exits at once
 """
 
@@ -20,7 +21,18 @@ from rollplex.ir.errors import EngineError
 from rollplex.runtime import protocol
 from rollplex.runtime.channel import Channel, Closed
 from rollplex.runtime.patience import TICK_S, Silence
-from rollplex.runtime.protocol import Arrived, Deliver, Entered, Left, Message, Release, Signalled, Stage
+from rollplex.runtime.protocol import (
+    Adopt,
+    Arrived,
+    Deliver,
+    Entered,
+    Exported,
+    Left,
+    Message,
+    Release,
+    Signalled,
+    Stage,
+)
 
 ORPHANED = 70  # exit status of a process whose controller is gone
 
@@ -52,6 +64,14 @@ class Link(Protocol):
         """Block until every process stands here."""
         ...
 
+    def hand_out(self, name: str, fds: Sequence[int]) -> None:
+        """Send an object's pages to the processes that read it; the descriptors are taken over."""
+        ...
+
+    def pages(self, name: str) -> Sequence[int]:
+        """Block until the owner of an object has handed out its pages; their descriptors, for the caller to close."""
+        ...
+
 
 class ChildLink:
     """The link of an engine process. The main thread waits; a reader thread fills what it waits for."""
@@ -62,6 +82,7 @@ class ChildLink:
         self._silence = Silence(silent_s)
         self._commands: deque[tuple[Message, list[int]]] = deque()
         self._delivered: dict[str, Values] = {}
+        self._pages: dict[str, list[int]] = {}
         self._released: set[str] = set()
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
 
@@ -99,6 +120,13 @@ class ChildLink:
         self._until(lambda: name in self._released, f"barrier {name}")
         self._released.remove(name)
 
+    def hand_out(self, name: str, fds: Sequence[int]) -> None:
+        self.send(Exported(name), fds)
+
+    def pages(self, name: str) -> Sequence[int]:
+        self._until(lambda: name in self._pages, f"the pages of {name}")
+        return self._pages.pop(name)
+
     def _until(self, ready: Callable[[], bool], what: str) -> None:
         with self._changed:
             while not ready():
@@ -125,6 +153,8 @@ class ChildLink:
                     self._delivered[event] = values
                 case Release(barrier):
                     self._released.add(barrier)
+                case Adopt(name):
+                    self._pages[name] = fds
                 case _:
                     self._commands.append((message, fds))
             self._changed.notify_all()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from rollplex.backends.engine import EngineReport
 from rollplex.backends.memory.ledger import Event, Mark
 from rollplex.backends.memory.planned import is_temporary
-from rollplex.backends.memory.usage import TOTAL, bytes_by_window, touched_by_window
+from rollplex.backends.memory.usage import TOTAL, bytes_by_window, fullest_by_window, touched_by_window
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Run
+from rollplex.ir.steps import MapPart, Run, UnmapPart
 from rollplex.runtime.protocol import ProcessId
 
 
@@ -71,6 +71,7 @@ class _Device:
     """The largest figure of each window and object on one GPU."""
 
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    fullest: dict[str, dict[str, int]] = field(default_factory=dict)
     touched: dict[str, dict[str, int]] = field(default_factory=dict)
     released: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     pool: dict[str, set[str]] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class _Device:
         self._add_pool([e for report in reports.values() for e in report.pool_events], reports["train"].pool_marks)
         for into, found in (
             (self.peaks, bytes_by_window(events, marks)),
+            (self.fullest, fullest_by_window(events, marks)),
             (self.touched, touched_by_window(events, marks)),
         ):
             for window, rows in found.items():
@@ -117,9 +119,11 @@ class _Device:
 
     def objects(self, plan: Plan) -> list[ObjectBytes]:
         """Planned and measured bytes of every object that either side has, window by window."""
-        rows = []
+        rows, parts = [], in_parts(plan)
         for window in plan.summary.windows:
             held = {n: b for n, b in self.peaks.get(window.name, {}).items() if n != TOTAL}
+            then = self.fullest.get(window.name, {})
+            held |= {name: then.get(name, 0) for name in parts & held.keys()}
             for name in sorted(window.by_object.keys() | held.keys()):
                 temporary = is_temporary(name)
                 measured = self.touched.get(window.name, {}).get(name, 0) if temporary else held.get(name, 0)
@@ -169,10 +173,17 @@ class MemoryLog:
         return list(dict.fromkeys(row for device in self.devices.values() for row in device.places(plan)))
 
 
+def in_parts(plan: Plan) -> set[str]:
+    """Objects whose pages come or go part by part in the update."""
+    steps = (step for program in plan.programs.values() for step in program)
+    return {step.object for step in steps if isinstance(step, MapPart | UnmapPart)}
+
+
 def planned_pieces(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Bytes of the pieces in which objects leave HBM, in order."""
+    """Bytes of the pieces in which objects leave HBM, in order: beside a backward, or behind chunks of the update."""
     found: dict[str, tuple[int, ...]] = {}
-    steps = (step for program in plan.programs.values() for step in program if isinstance(step, Run))
-    for piece in (p for step in steps for p in step.offloads):
-        found[piece.object] = (*found.get(piece.object, ()), piece.stop - piece.start)
+    for step in (step for program in plan.programs.values() for step in program):
+        pieces = step.offloads if isinstance(step, Run) else [step] if isinstance(step, UnmapPart) else []
+        for piece in pieces:
+            found[piece.object] = (*found.get(piece.object, ()), piece.stop - piece.start)
     return found

@@ -5,7 +5,8 @@
     controller -> engine   Assign + fds   Adopt + fds   Begin     Deliver     Release     Ask     Stop
 
 A life: Assign, (Exported, Adopt)*, Ready, then for every iteration Begin, (Entered, Stage*, Left | Signalled |
-Deliver | Arrived, Release)*, Finished; Ask and Answer between iterations; Stop. Failed may come instead of anything.
+Deliver | Arrived, Release | Exported | Adopt)*, Finished; Ask and Answer between iterations; Stop. Failed may come
+instead of anything.
 
 Messages are pickled: both ends are our own processes of one version, over a socket pair that has no name and that
 nobody else can open. A plan comes from outside: it travels as parsed JSON and is validated again where it arrives.

@@ -28,12 +28,10 @@ from rollplex.runtime.crew import START_S
 from rollplex.runtime.executor import run_iteration
 from rollplex.runtime.link import ORPHANED, ChildLink
 from rollplex.runtime.protocol import (
-    Adopt,
     Answer,
     Ask,
     Assign,
     Begin,
-    Exported,
     Failed,
     Finished,
     Ready,
@@ -95,11 +93,9 @@ def build_engine(plan: Plan, job: Job, assign: Assign, fds: list[int]) -> Engine
 def _share(link: ChildLink, plan: Plan, state: ProcessState) -> None:
     """Hand out the pages that others read, and take those of others: each object crosses once, in plan order."""
     for name, pages in state.memory.export().items():
-        link.send(Exported(name), pages)
-    for _ in (o for o in plan.summary.objects if state.process.kind in o.readers):
-        adopt, fds = link.command()
-        assert isinstance(adopt, Adopt), f"expected pages, got {adopt}"
-        state.memory.adopt(adopt.object, fds)
+        link.hand_out(name, pages)
+    for o in (o for o in plan.summary.objects if state.process.kind in o.readers):
+        state.memory.adopt(o.name, link.pages(o.name))
 
 
 def _obey(link: ChildLink, state: ProcessState, job: Job) -> bool:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from rollplex.ir.plan import Plan, PlannedObject, Residency, WindowSummary
+from rollplex.ir.steps import MapPart, UnmapPart
 from rollplex.show.text import WIDTH, Unit, clip, line, unit_for
 
 _TITLE, _BYTES, _CLASS = 28, 7, 11  # the title's column is as wide as the longest title, up to this
 _LEAST = 6  # characters of a window's column: `host*` and a blank
 _SHORT: dict[Residency, str] = {"hbm": "hbm", "host": "host", "dropped": "drop", "-": "-"}
 _STYLE: dict[Residency, str] = {"hbm": "green", "host": "blue", "dropped": "magenta", "-": "dim"}
+PARTS = "   part: comes or goes in parts"
 LEGEND = "* used, + made in this window   drop: to be made again   - nowhere   a: attached to autograd"
 
 
@@ -29,6 +31,8 @@ class _Columns:
 
     title: int
     windows: tuple[tuple[WindowSummary, int], ...]
+    parts: frozenset[tuple[str, str]] = frozenset()
+    """Objects and the windows in which they come or go part by part."""
 
     @property
     def left(self) -> int:
@@ -42,11 +46,13 @@ def contract_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     unit = unit_for(o.bytes for o in objects)
     title = min(max((len(o.title) for o in objects), default=0), _TITLE)
     room = width - _Columns(title, ()).left
+    steps = (step for program in plan.programs.values() for step in program)
+    parts = frozenset((s.object, s.window) for s in steps if isinstance(s, MapPart | UnmapPart))
     lines: list[Text] = []
     for block in _blocks(windows, room):
         name = "  the same, later windows" if lines else f"state contract, {unit.name} a GPU"
-        lines += _block(plan, name, _Columns(title, tuple(zip(block, _widths(block, room), strict=True))), unit)
-    return [*lines, line((LEGEND, "dim"))]
+        lines += _block(plan, name, _Columns(title, tuple(zip(block, _widths(block, room), strict=True)), parts), unit)
+    return [*lines, line((LEGEND + (PARTS if parts else ""), "dim"))]
 
 
 def _blocks(windows: Sequence[WindowSummary], room: int) -> Iterator[Sequence[WindowSummary]]:
@@ -90,15 +96,16 @@ def _heads(columns: _Columns) -> list[str]:
 def _row(o: PlannedObject, columns: _Columns, unit: Unit) -> Text:
     title, nbytes = clip(o.title, columns.title).ljust(columns.title), clip(unit(o.bytes), _BYTES).rjust(_BYTES)
     left = f"  {title}{nbytes}  {o.class_:<{_CLASS}} {'a' if o.attached else ' '} "
-    made = line(left, *((_place(o, w.name).ljust(column), _style(o, w.name)) for w, column in columns.windows))
+    cells = ((_place(o, w.name, (o.name, w.name) in columns.parts), w, column) for w, column in columns.windows)
+    made = line(left, *((place.ljust(column), _style(o, w.name)) for place, w, column in cells))
     made.rstrip()
     return made
 
 
-def _place(o: PlannedObject, window: str) -> str:
-    """Where an object is in a window, with `*` where it is used and `+` where it is made."""
+def _place(o: PlannedObject, window: str, parts: bool) -> str:
+    """Where an object is in a window, or that it comes in parts; `*` where it is used, `+` where it is made."""
     mark = "+" if window == o.produced else "*" if window in o.consumed else ""
-    return _SHORT[o.residency.get(window, "-")] + mark
+    return ("part" if parts else _SHORT[o.residency.get(window, "-")]) + mark
 
 
 def _style(o: PlannedObject, window: str) -> str:

@@ -23,6 +23,9 @@ megatron  1-1          1    stock    untied  padded   trained  yes    whole    a
 megatron  2-1          1    stock    untied  padded   trained  yes    whole    all      float32  dropped   grpo
 megatron  2-1          1    reindex  tied    padded   trained  yes    whole    all      float32  host      grpo
 megatron  2-2          1    reindex  untied  as is    trained  yes    whole    all      float32  host      grpo
+with a snapshot whose pages are released for the update, beside the host's rollout engine and vLLM:
+megatron  2-1          1    stock    untied  padded   trained  yes    whole    all      float64  host      grpo
+megatron  2-1          1    stock    untied  padded   trained  yes    whole    all      float32  host      grpo
 
 Every value of every column is there, and every pair that meets in one mechanism: TP x order x case (1 where degrees are
 equal, 2 where training is cut finer, 3 for QKV in stock order), TP x DP x shares, tied x padded, frozen x clipping
@@ -82,12 +85,13 @@ class Combination:
     algorithm: str = "grpo"
     roller: str = "host"
     pieces: bool = False
+    released: bool = False
 
     def __str__(self) -> str:
         roller = "" if self.roller == "host" else f" {self.roller}"
         degrees = f"{self.trainer}{roller} {self.train}-{self.rollout} x{self.copies} {self.order}"
         named = {"tied": self.tied, "frozen": self.frozen, "unclipped": not self.clip, "shares": self.shares}
-        named |= {"tokens": self.tokens, "matrices": self.matrices, "pieces": self.pieces}
+        named |= {"tokens": self.tokens, "matrices": self.matrices, "pieces": self.pieces, "released": self.released}
         return " ".join([degrees, *(name for name, on in named.items() if on), self.dtype, self.saved, self.algorithm])
 
     @property
@@ -137,6 +141,8 @@ COMBINATIONS = (
             ("megatron", 2, 2, "reindex", False, "host", AS_IS),
         )
     ),
+    Combination("megatron", 2, 1, released=True),
+    Combination("megatron", 2, 1, dtype="float32", roller="vllm", released=True),
 )
 
 
@@ -195,7 +201,8 @@ def job_of(of: Combination, schedule: str, capacity: str) -> Job:
             "weight_decay": 0.1,
             "clip_norm": 0.5 if of.clip else None,
             "no_decay": ["*.bias", "*norm*"] if of.matrices else [],
-            "chunks": 1 if of.pieces else "auto",
+            "chunks": 8 if of.released else 1 if of.pieces else "auto",
+            "snapshot": "release" if of.released else "auto",
         },
         algorithm={"longest": 8, "cache": 4} if of.algorithm == "dapo" else {},
         run={"steps": STEPS, "checkpoint_every": 1, "weights": str(weights(of)), "silent_s": 60},

@@ -14,6 +14,7 @@ from mutants import (
     order,
     pieces,
     pools,
+    release,
     residency,
     roles,
     rounds,
@@ -29,8 +30,8 @@ from mutants.edit import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS", "Mutant",
-    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pieces", "pools", "residency", "roles",
-    "rounds", "sharing",
+    "agree", "capacity", "form", "host_pool", "layout", "lora", "order", "pieces", "pools", "release", "residency",
+    "roles", "rounds", "sharing",
     "sizes", "streamed", "tail", "turns",
     "update", "work",
 ]  # fmt: skip

@@ -148,4 +148,5 @@ def window_of_another_phase(plan: Plan) -> Iterator[Plan]:
 @mutant("not-owner")
 def import_of_own_pages(plan: Plan) -> Iterator[Plan]:
     for process, i, step in steps(plan, Map):
-        yield insert(plan, process, i, change(step, imported=True))
+        if not step.imported:
+            yield insert(plan, process, i, change(step, imported=True))

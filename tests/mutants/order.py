@@ -41,7 +41,7 @@ def pages_freed_after_the_signal(plan: Plan) -> Iterator[Plan]:
     """The event that frees pages is signalled before they are unmapped: both engines hold theirs in P2."""
     for process, i, step in steps(plan, Signal):
         before = plan.programs[process][i - 1]
-        if not step.carries and isinstance(before, Unmap):
+        if not step.carries and isinstance(before, Unmap) and not before.imported:
             yield move(plan, process, i, i - 1)
 
 
@@ -182,8 +182,9 @@ def exchange_while_others_read(plan: Plan) -> Iterator[Plan]:
 @mutant("imported-pages")
 def imported_pages_remapped(plan: Plan) -> Iterator[Plan]:
     """The owner unmaps and maps again what readers import for the whole run, anywhere in its program."""
+    bound_again = {step.object for _, _, step in steps(plan, Map) if step.imported}
     for name, owner in shared(plan).items():
-        if objects(plan)[name].start == "hbm":
+        if objects(plan)[name].start == "hbm" and name not in bound_again:
             for _, i, step in steps(plan, process=owner):
                 yield insert(plan, owner, i, *_remap(name, step))
 

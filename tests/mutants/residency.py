@@ -49,6 +49,8 @@ def mapped_late(plan: Plan) -> Iterator[Plan]:
 def unmapped_early(plan: Plan) -> Iterator[Plan]:
     """An object leaves before its last use."""
     for process, i, step in steps(plan, *LEAVE):
+        if isinstance(step, Unmap) and step.imported:
+            continue
         if found := [j for j in uses(plan, process, step.object) if j < i]:
             yield move(plan, process, i, found[-1])
 
@@ -142,7 +144,8 @@ def fetched_from_nowhere(plan: Plan) -> Iterator[Plan]:
 def offloaded_before_produced(plan: Plan) -> Iterator[Plan]:
     for process, i, step in steps(plan, Map):
         away = Offload(window=step.window, object=step.object), Fetch(window=step.window, object=step.object)
-        yield put(plan, process, i, step, *away)
+        if not step.imported:
+            yield put(plan, process, i, step, *away)
 
 
 @mutant("frozen-written")

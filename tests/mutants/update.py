@@ -88,9 +88,9 @@ def chunk_beyond_the_end(plan: Plan) -> Iterator[Plan]:
 
 @mutant("chunk-cover")
 def chunks_swapped(plan: Plan) -> Iterator[Plan]:
-    for process, i, step in chunks(plan):
-        if step.index:
-            yield move(plan, process, i, i - 1)
+    for (process, i, a), (_, j, b) in pairwise(chunks(plan)):
+        if b.index:
+            yield put(put(plan, process, i, b), process, j, a)
 
 
 @mutant("chunk-size")

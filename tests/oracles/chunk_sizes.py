@@ -38,10 +38,14 @@ class Instance:
 
 
 def legal(data: Data, sizes: Sizes) -> bool:
-    """K chunks of E units cover the parameters, the last one has some of them, and K is the wanted number."""
+    """K chunks of E units cover the parameters, the last one has some of them, and K is the wanted number.
+
+    Where a snapshot is made again beside them, E is one that its bytes are known of.
+    """
     parameters, chunk = data.parameters, sizes.units * ALIGN
     covered = sizes.count * chunk >= parameters and (sizes.count - 1) * chunk < -(-parameters // ALIGN) * ALIGN
-    return covered and data.wanted in (None, sizes.count)
+    known = not data.beside or sizes.units in data.beside
+    return covered and known and data.wanted in (None, sizes.count)
 
 
 def worth(data: Data, sizes: Sizes) -> dict[str, int]:
@@ -53,7 +57,7 @@ def worth(data: Data, sizes: Sizes) -> dict[str, int]:
     for w, room in data.room.items():
         chosen = next(c for c in data.choices if c.responses == sizes.step)
         live = sum(chosen.nbytes[name] for name, windows in data.alive.items() if w in windows)
-        live += workspace * ALIGN if w == data.update_window else 0
+        live += workspace * ALIGN + data.beside.get(sizes.units, 0) if w == data.update_window else 0
         over += max(0, live - room)
     picoseconds = sizes.units * ALIGN * data.ps_per_element + LAUNCH_US * 10**6
     update = -(-picoseconds // 10**6) * (sizes.count + data.in_flight - 1)
@@ -87,6 +91,8 @@ def instances(draw: st.DrawFn) -> Instance:
     alive = {n: tuple(sorted(draw(st.sets(st.sampled_from(WINDOWS), min_size=1)))) for n in names}
     grows = {n: draw(st.integers(1, 6000)) for n in names}
     choices = tuple(SizeChoice(m, {n: m * grows[n] for n in names}) for m in (1, 2, 4))
+    wanted = draw(st.none() | st.sampled_from(attainable))
+    known = draw(st.sets(st.integers(1, total), max_size=4)) | {-(-total // (wanted or 1))}
     data = Data(
         parameters=parameters,
         in_flight=draw(st.integers(1, 3)),
@@ -98,7 +104,8 @@ def instances(draw: st.DrawFn) -> Instance:
         update_window="P3 update",
         ps_per_element=draw(st.sampled_from([0, 200, 10**6, 10**7])),
         group=GROUP,
-        wanted=draw(st.none() | st.sampled_from(attainable)),
+        wanted=wanted,
+        beside=draw(st.just({}) | st.fixed_dictionaries({e: st.integers(0, 20_000) for e in known})),
     )
     count, units = draw(st.integers(1, total)), draw(st.integers(1, total))
     if draw(st.booleans()):

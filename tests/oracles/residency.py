@@ -65,8 +65,9 @@ def worth_of(data: Data, at: Assignment, pieces: set[str]) -> dict[str, int]:
 
 
 def held_in(data: Data, at: Assignment, pool: str, w: str) -> int:
-    """Pages in HBM."""
-    return sum(o.units for o in data.items if o.pool == pool and at.get((o.name, w)) == {"hbm"})
+    """Pages in HBM at the fullest of the moments of a window."""
+    here = [o for o in data.items if o.pool == pool and at.get((o.name, w)) == {"hbm"}]
+    return max(sum(then.get(o.name, o.units) for o in here) for then in data.moments.get(w, ({},)))
 
 
 def pinned_in(data: Data, at: Assignment, pool: str, w: str) -> int:
@@ -96,7 +97,7 @@ def busy(data: Data, at: Assignment, w: str) -> int:
     """Microseconds of transfers and recomputation: saved states stream behind the window's compute, together."""
     here = [o for o in data.items if w in o.places]
     streamed = sum(o.link_us for o in here if o.recomputable and w in o.streams and at[o.name, w] == {"host"})
-    spent = max(0, streamed - data.compute_us[w])
+    spent = max(0, streamed - data.compute_us[w]) + data.remap_us.get(w, 0)
     for o in here:
         if not o.recomputable:
             spent += o.link_us * crossings(o, at, w)
@@ -168,13 +169,18 @@ def instances(draw: st.DrawFn) -> Instance:
     windows = tuple("abcd")[: draw(st.integers(2, 4))]
     together = draw(st.integers(1, len(windows)))
     stretches = (windows[:together], *((w,) for w in windows[together:]))
+    drawn = tuple(draw(items(f"o{i}", windows)) for i in range(draw(st.integers(1, 3))))
+    moment = st.fixed_dictionaries({o.name: st.integers(0, o.units) for o in drawn[:2]})
+    remade = draw(st.sampled_from(("", windows[-1])))
     data = Data(
         windows=windows,
-        items=tuple(draw(items(f"o{i}", windows)) for i in range(draw(st.integers(1, 3)))),
+        items=drawn,
         capacity=draw(st.integers(0, 9)),
         host_capacity=draw(st.integers(0, 9)),
         stretches=tuple(Stretch(k, draw(TIMES)) for k in stretches),
         compute_us={w: draw(TIMES) for w in windows},
+        moments={remade: tuple(draw(st.lists(moment, min_size=1, max_size=2)))} if remade else {},
+        remap_us={remade: draw(TIMES)} if remade else {},
     )
     return Instance(data, some_assignment(data, random.Random(draw(st.integers(0, 2**32)))))
 

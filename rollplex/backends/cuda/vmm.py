@@ -39,18 +39,22 @@ class CudaArena(PagedArena):
     def address(self) -> int:
         return self._address
 
-    def _make(self, writable: bool) -> None:
+    def _make(self, chunks: Sequence[Chunk], writable: bool) -> None:
         self._memory.use()
+        made: list[Chunk] = []
         try:
-            for chunk in self._chunks:
+            for chunk in chunks:
                 created = self._d.cuMemCreate(chunk.nbytes, self._memory.properties, 0)
                 self._handles[chunk] = cuda.check(created, f"{chunk.nbytes} bytes of {self.nbytes} for {self.name}")
-            self._lay(writable=True)
-            cuda.check(self._d.cuMemsetD8(self._address, 0, self.nbytes), f"zeros for {self.name}")
+                made.append(chunk)
+            self._lay(made, writable=True)
+            for chunk in made:
+                zeros = self._d.cuMemsetD8(self._address + chunk.start, 0, chunk.nbytes)
+                cuda.check(zeros, f"zeros for {self.name}")
             if not writable:
-                self._allow(writable=False)
+                self._allow(made, writable=False)
         except BaseException:
-            self._release(list(self._handles))
+            self._release(made)
             raise
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
@@ -65,7 +69,7 @@ class CudaArena(PagedArena):
         kind = self._memory.shareable
         return [
             int(cuda.check(self._d.cuMemExportToShareableHandle(handle, kind, 0), f"export of {self.name}"))
-            for handle in self._handles.values()
+            for handle in (self._handles[chunk] for chunk in self._chunks)
         ]
 
     def _size_of(self, fds: Sequence[int]) -> int:
@@ -78,20 +82,22 @@ class CudaArena(PagedArena):
             for chunk, fd in zip(self._chunks, fds, strict=True):
                 taken = self._d.cuMemImportFromShareableHandle(fd, self._memory.shareable)
                 self._handles[chunk] = cuda.check(taken, f"import for {self.name}")
-            self._lay(writable)
+            self._lay(self._chunks, writable)
         except BaseException:
             self._release(list(self._handles))
             raise
 
-    def _lay(self, writable: bool) -> None:
-        for chunk, handle in self._handles.items():
-            laid = self._d.cuMemMap(self._address + chunk.start, chunk.nbytes, 0, handle, 0)
+    def _lay(self, chunks: Sequence[Chunk], writable: bool) -> None:
+        for chunk in chunks:
+            laid = self._d.cuMemMap(self._address + chunk.start, chunk.nbytes, 0, self._handles[chunk], 0)
             cuda.check(laid, f"{chunk.nbytes} bytes of {self.name}")
-        self._allow(writable)
+        self._allow(chunks, writable)
 
-    def _allow(self, writable: bool) -> None:
-        access = self._memory.access(writable)
-        cuda.check(self._d.cuMemSetAccess(self._address, self.nbytes, [access], 1), f"access to {self.name}")
+    def _allow(self, chunks: Sequence[Chunk], writable: bool) -> None:
+        """Chunks that follow each other."""
+        access, at = self._memory.access(writable), self._address + chunks[0].start
+        allowed = self._d.cuMemSetAccess(at, chunks[-1].stop - chunks[0].start, [access], 1)
+        cuda.check(allowed, f"access to {self.name}")
 
     def _tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         device = torch.device("cuda", self._memory.device)

@@ -111,6 +111,16 @@ class Ledger:
             self._log(table, "acquire", name, pages, place)
         return pages
 
+    def acquire_part(self, name: str, nbytes: int, step: str) -> None:
+        """Count some more bytes of an object, in whole pages; the first of them make it one that is held."""
+        with self._table() as table:
+            self._check_room(table, name, nbytes, step)
+            if (entry := table.find(self.process, name)) is None:
+                table.live.append(Entry(self.process, name, nbytes))
+            else:
+                entry.nbytes += nbytes
+            self._log(table, "acquire", name, nbytes)
+
     def release(self, name: str, step: str) -> int:
         """Stop counting an object; returns its bytes. PlanError if it is not held, or other processes still read it."""
         with self._table() as table:

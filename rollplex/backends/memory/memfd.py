@@ -77,9 +77,9 @@ class HostArena(PagedArena):
     def __init__(self, name: str, nbytes: int, chunk_bytes: int, cuts: Sequence[int]) -> None:
         super().__init__(name, nbytes, chunk_bytes, cuts)
         self._range = _Reservation(nbytes)
-        self._fds: list[int] = []  # of the chunks that are there
+        self._fds: dict[Chunk, int] = {}  # of the own chunks that are there
         self._buffer = _buffer_over(self._range)
-        self._close_fds = weakref.finalize(self, close_all, self._fds)
+        self._close_fds = weakref.finalize(self, _close_values, self._fds)
 
     @property
     def address(self) -> int:
@@ -91,36 +91,41 @@ class HostArena(PagedArena):
         starts = [(int(row[0].split("-")[0], 16), int(row[4])) for row in rows]
         return [inode for start, inode in starts if self.address <= start < self.address + self.nbytes and inode]
 
-    def _make(self, writable: bool) -> None:
-        for chunk in self._chunks:
-            self._fds.append(self._new_pages(chunk.nbytes))
+    def _make(self, chunks: Sequence[Chunk], writable: bool) -> None:
+        made: dict[Chunk, int] = {}
+        at = chunks[0]
         try:
-            self._take(self._fds, writable)
+            for at in chunks:
+                made[at] = self._new_pages(at.nbytes)
+            for at, fd in made.items():
+                self._lay(at, fd, writable)
         except OSError as error:
-            self._range.cover(0, self.nbytes)
-            close_all(self._fds)
-            raise self._no_pages(self.nbytes, error) from error
+            for chunk in made:
+                self._range.cover(chunk.start, chunk.stop)
+            _close_values(made)
+            raise self._no_pages(at.nbytes, error) from error
+        self._fds |= made
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
         self._range.cover(chunks[0].start, chunks[-1].stop)
-        at = self._there.index(chunks[0])
-        gone = self._fds[at : at + len(chunks)]
-        del self._fds[at : at + len(chunks)]
-        close_all(gone)
+        close_all([self._fds.pop(chunk) for chunk in chunks if chunk in self._fds])
 
     def _hand_out(self) -> list[int]:
-        return [os.dup(fd) for fd in self._fds]
+        return [os.dup(self._fds[chunk]) for chunk in self._chunks]
 
     def _size_of(self, fds: Sequence[int]) -> int:
         return sum(os.fstat(fd).st_size for fd in fds)
 
     def _take(self, fds: Sequence[int], writable: bool) -> None:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        at = self.address
+        at = 0
         for fd in fds:
-            nbytes = os.fstat(fd).st_size
-            _mmap(at, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
-            at += nbytes
+            stop = at + os.fstat(fd).st_size
+            self._lay(Chunk(at, stop), fd, writable)
+            at = stop
+
+    def _lay(self, chunk: Chunk, fd: int, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        _mmap(self.address + chunk.start, chunk.nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
 
     def _tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         numel = prod(shape)
@@ -134,15 +139,19 @@ class HostArena(PagedArena):
         try:
             os.posix_fallocate(fd, 0, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
+        except OSError:
             os.close(fd)
-            close_all(self._fds)
-            raise self._no_pages(nbytes, error) from error
+            raise
         return fd
 
     def _no_pages(self, nbytes: int, error: OSError) -> OutOfMemory:
         what = f"the host gave no {nbytes} bytes of {self.nbytes} for {self.name} ({error.strerror})"
         return OutOfMemory(what, where="host memory", hint="free memory on this machine, or shrink the workload")
+
+
+def _close_values(fds: dict[Chunk, int]) -> None:
+    close_all(list(fds.values()))
+    fds.clear()
 
 
 class HostMemory:

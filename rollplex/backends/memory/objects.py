@@ -99,6 +99,24 @@ class ObjectStore:
         self._refuse(step, item, item.arena.mapped, "is mapped already", "drop this step, or unmap it before")
         self._attach(item, step, item.arena.map)
 
+    def map_part(self, name: str, start: int, stop: int, step: str) -> None:
+        """Fresh zero pages for bytes [start, stop); PlanError if some are there, OutOfMemory if there is no room."""
+        item = self[name]
+        self.ledger.acquire_part(name, stop - start, step)
+        try:
+            item.arena.map_part(start, stop)
+        except BaseException:
+            self.ledger.release_part(name, stop - start, step)
+            raise
+
+    def unmap_part(self, name: str, start: int, stop: int, step: str) -> None:
+        """Let the pages of bytes [start, stop) go; PlanError as `unmap`."""
+        item = self[name]
+        self._refuse_lost(step, item)
+        self.ledger.check_release(name, step)
+        item.arena.unmap_part(start, stop)
+        self.ledger.release_part(name, stop - start, step)
+
     def adopt(self, name: str, fds: Sequence[int], owner: str, step: str) -> None:
         """Map the pages that process `owner` exported, read-only; they are counted once, by their owner."""
         item = self[name]
@@ -110,9 +128,7 @@ class ObjectStore:
     def unmap(self, name: str, step: str) -> None:
         """Let the pages go. PlanError if unmapped, if another process reads them, or if the only copy would be lost."""
         item = self[name]
-        self._refuse_unmapped(step, item)
-        only = item.state_class == "permanent" and not item.host_valid and not item.owner
-        self._refuse(step, item, only, "is permanent and has no other copy", "offload it instead")
+        self._refuse_lost(step, item)
         self._detach(item, step)
 
     def fetch(self, name: str, step: str) -> None:
@@ -230,6 +246,12 @@ class ObjectStore:
         self._refuse(step, item, missing, "has no slot of its size in the pinned pool", "plan a slot for it")
         assert item.slot is not None
         return item.slot
+
+    def _refuse_lost(self, step: str, item: StoredObject) -> None:
+        """Pages that go without a copy of their contents are there, and need none."""
+        self._refuse_unmapped(step, item)
+        only = item.state_class == "permanent" and not item.host_valid and not item.owner
+        self._refuse(step, item, only, "is permanent and has no other copy", "offload it instead")
 
     def _refuse_unmapped(self, step: str, item: StoredObject) -> None:
         place = "on the host" if item.host_valid else "nowhere"

@@ -5,7 +5,8 @@ unmapped    owned     refused   refused   adopted
 owned       refused   unmapped  fds       refused
 adopted     refused   unmapped  refused   refused
 
-Pages are made in chunks. An owned arena may let them go part by part, and is unmapped with the last.
+Pages are made in chunks. An owned arena may let them go part by part, and is unmapped with the last; they may come
+part by part too, and it is mapped with the first.
 """
 
 from __future__ import annotations
@@ -84,8 +85,18 @@ class PagedArena(ABC):
 
     def map(self, writable: bool = True) -> None:
         self._refuse_if(self._mapped, "map of an arena that is mapped already", "unmap it first, or drop this map")
-        self._make(writable)
+        self._make(self._chunks, writable)
         self._mapped, self._there = True, list(self._chunks)
+
+    def map_part(self, start: int, stop: int) -> None:
+        self._refuse_if(self._adopted, "map of a part of pages that another process owns", "unmap all of it before")
+        part = [chunk for chunk in self._chunks if start <= chunk.start and chunk.stop <= stop]
+        what = f"map of bytes {start} to {stop}, which are not chunks"
+        self._refuse_if(sum(c.nbytes for c in part) != stop - start, what, "reserve it with these cuts")
+        what = f"map of bytes {start} to {stop}, of which some are there already"
+        self._refuse_if(any(chunk in self._there for chunk in part), what, "unmap them first, or drop this map")
+        self._make(part, writable=True)
+        self._mapped, self._there = True, sorted([*self._there, *part], key=lambda chunk: chunk.start)
 
     def unmap(self) -> None:
         self._refuse_if(not self._mapped, "unmap of an arena that is not mapped", "map it first, or drop this unmap")
@@ -139,8 +150,8 @@ class PagedArena(ABC):
     # ---- what pages are made of
 
     @abstractmethod
-    def _make(self, writable: bool) -> None:
-        """Fresh zero pages behind the range; OutOfMemory, and nothing changed, if there are none."""
+    def _make(self, chunks: Sequence[Chunk], writable: bool) -> None:
+        """Fresh zero pages behind these chunks; OutOfMemory, and nothing changed, if there are none."""
 
     @abstractmethod
     def _release(self, chunks: Sequence[Chunk]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -21,7 +22,7 @@ from rollplex.backends.memory.objects import ObjectStore, StoredObject
 from rollplex.backends.memory.pinned import PinnedPool, Place
 from rollplex.ir.plan import Plan, PlannedObject
 from rollplex.ir.planned_pool import LASTING
-from rollplex.ir.steps import Run, Step
+from rollplex.ir.steps import MapPart, Run, Step, UnmapPart
 
 _TEMPORARY = (
     "context", "prefix_workspace", "score_workspace", "activations", "runtime", "workspace", "optimizer_workspace",
@@ -41,10 +42,12 @@ def _stays(o: PlannedObject) -> bool:
 
 
 def _cuts(program: Iterable[Step]) -> dict[str, tuple[int, ...]]:
-    """Where objects that leave in pieces are cut."""
+    """Where objects that come or go in parts are cut, for whoever maps them: pages of one cut are shared whole."""
     found: dict[str, tuple[int, ...]] = {}
-    for piece in (p for step in program if isinstance(step, Run) for p in step.offloads):
-        found[piece.object] = (*found.get(piece.object, ()), piece.start, piece.stop)
+    for step in program:
+        parts = step.offloads if isinstance(step, Run) else [step] if isinstance(step, MapPart | UnmapPart) else []
+        for part in parts:
+            found[part.object] = (*found.get(part.object, ()), part.start, part.stop)
     return found
 
 
@@ -63,7 +66,7 @@ class PlannedObjects:
         self.measuring = True
         self._reserved: set[str] = set()
         known = [*self.owned.values(), *self.imported.values()]
-        cuts = _cuts(plan.programs[kind])
+        cuts = _cuts(chain.from_iterable(plan.programs.values()))
         self._arenas: dict[str, Arena] = {
             o.name: device.memory.reserve(o.name, o.bytes, cuts.get(o.name, ()))
             for o in known
@@ -86,6 +89,12 @@ class PlannedObjects:
         self.device.trim()
         self.ledger.release(name, step)
         self._reserved.discard(name)
+
+    def map_part(self, name: str, start: int, stop: int, step: str) -> None:
+        self._store.map_part(name, start, stop, step)
+
+    def unmap_part(self, name: str, start: int, stop: int, step: str) -> None:
+        self._store.unmap_part(name, start, stop, step)
 
     def fetch(self, name: str, step: str) -> None:
         self._store.fetch(name, step)
@@ -153,11 +162,15 @@ class PlannedObjects:
 
     def export(self) -> dict[str, list[int]]:
         """Descriptors of the pages that other processes read."""
-        return {o.name: self._arenas[o.name].export() for o in self.owned.values() if o.readers}
+        return {o.name: self.handed_out(o.name) for o in self.owned.values() if o.readers}
 
-    def adopt(self, name: str, fds: Sequence[int], owner: str) -> None:
+    def handed_out(self, name: str) -> list[int]:
+        """New descriptors of an object's pages, all of which are there."""
+        return self._arenas[name].export()
+
+    def adopt(self, name: str, fds: Sequence[int], owner: str, step: str = "start") -> None:
         """Bind another process' pages, read-only."""
-        self._store.adopt(name, fds, owner, "start")
+        self._store.adopt(name, fds, owner, step)
 
     def has(self, name: str) -> bool:
         """Whether this process knows the object."""

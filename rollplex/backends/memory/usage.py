@@ -36,6 +36,25 @@ def bytes_by_window(events: Iterable[Event], marks: Iterable[Mark]) -> dict[str,
     return windows
 
 
+def fullest_by_window(events: Iterable[Event], marks: Iterable[Mark]) -> dict[str, dict[str, int]]:
+    """Bytes of each object at the first moment of each window at which most is live; as `bytes_by_window`.
+
+    Of what comes or goes part by part in a window: what of it is there then, beside all others.
+    """
+    windows: dict[str, dict[str, int]] = {}
+    live: dict[str, int] = {}
+    window: str | None = None
+    for entry in sorted([*events, *marks], key=lambda entry: entry.seq):
+        if isinstance(entry, Mark):
+            live, window = dict(entry.live), entry.window
+        elif entry.kind != "touch":
+            change = entry.nbytes if entry.kind == "acquire" else -entry.nbytes
+            live[entry.object] = live.get(entry.object, 0) + change
+        if window is not None and sum(live.values()) > sum(windows.get(window, {}).values()):
+            windows[window] = {name: nbytes for name, nbytes in live.items() if nbytes}
+    return windows
+
+
 def touched_by_window(events: Iterable[Event], marks: Iterable[Mark]) -> dict[str, dict[str, int]]:
     """The most bytes measured inside each reservation (`Ledger.touch`), by window; as `bytes_by_window`."""
     windows: dict[str, dict[str, int]] = {}

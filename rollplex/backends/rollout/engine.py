@@ -81,8 +81,8 @@ class RolloutEngine:
         return self._objects.export()
 
     def adopt(self, name: str, fds: Sequence[int]) -> None:
-        """Behind the pages of the snapshot comes that of its stamp."""
-        if name == f"{self.job.policy}.snapshot":
+        """Behind the pages of the snapshot comes that of its stamp, the first time."""
+        if name == f"{self.job.policy}.snapshot" and self._published is None:
             *fds, stamp = fds
             self._published = Subscription(stamp, self._owner, self._objects.shared_digest)
         self._objects.adopt(name, fds, self._owner)

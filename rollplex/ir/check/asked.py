@@ -14,6 +14,7 @@ from rollplex.ir.check.executable import executable
 from rollplex.ir.check.facts import ROLLOUT_COMPLETE, TIMELINE, TOWER, Facts
 from rollplex.ir.check.graph import is_call
 from rollplex.ir.check.pieces import check_pieces
+from rollplex.ir.check.release import check_release
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.sharing import check_sharing
 from rollplex.ir.check.sizes import check_sizes
@@ -258,5 +259,5 @@ def check_asked(facts: Facts) -> Iterator[Violation]:
         return
     for check in CHECKS:
         yield from check(facts, job)
-    for others in (check_sizes, check_pieces, check_weight_classes, check_degrees, check_sharing):
+    for others in (*(check_sizes, check_pieces, check_release, check_weight_classes, check_degrees, check_sharing),):
         yield from others(facts, job)

@@ -96,8 +96,8 @@ def loads(facts: Facts, spans: Sequence[Span]) -> list[Load]:
     for process in sorted({TIMELINE, *(s.process for s in spans)}, key=lambda p: (p != TIMELINE, p)):
         change = [0] * (len(facts.programs[process]) + 2)
         for span in (s for s in spans if s.process == process):
-            change[span.first] += facts.objects[span.object].bytes
-            change[span.last + 1] -= facts.objects[span.object].bytes
+            change[span.first] += span.nbytes
+            change[span.last + 1] -= span.nbytes
         total, held = 0, []
         for step in change[:-1]:
             total += step
@@ -147,12 +147,14 @@ def _of_pool(facts: Facts, cuts: Cuts, held: Sequence[Spans]) -> Iterator[Violat
             if peak.nbytes > capacity:
                 more = peak.nbytes - capacity
                 what = f"{device} has {amount(capacity)}, {amount(peak.nbytes)} are live, {amount(more)} too many"
-                live, where = _live(facts, spans, peak.cut), f"{window} ({_state(peak.cut)})"
+                live, where = _live(spans, peak.cut), f"{window} ({_state(peak.cut)})"
                 yield Violation(kind, f"{what} ({live})", nbytes=more, where=where)
 
 
-def _live(facts: Facts, spans: list[Span], cut: Cut) -> str:
-    held = {s.object: facts.objects[s.object].bytes for s in spans if s.first <= cut.get(s.process, -1) <= s.last}
+def _live(spans: list[Span], cut: Cut) -> str:
+    held = dict[str, int]()
+    for s in (s for s in spans if s.first <= cut.get(s.process, -1) <= s.last):
+        held[s.object] = held.get(s.object, 0) + s.nbytes
     largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))[:4]
     return ", ".join([*(f"{name} {amount(n)}" for name, n in largest), *([".."] if len(held) > 4 else [])])
 

@@ -13,14 +13,17 @@ from rollplex.ir.steps import (
     Barrier,
     Drop,
     Exchange,
+    Export,
     Fetch,
     Map,
+    MapPart,
     Offload,
     Publish,
     Rebuild,
     Run,
     Step,
     Unmap,
+    UnmapPart,
     UpdateChunk,
 )
 
@@ -290,7 +293,7 @@ def reads(step: Step) -> tuple[str, ...]:
     match step:
         case Run() | UpdateChunk() | Rebuild():
             return step.reads
-        case Exchange(op="all_reduce") | Publish():
+        case Exchange(op="all_reduce") | Publish() | Export():
             return (step.object,)
         case _:
             return ()
@@ -323,6 +326,8 @@ def moved(step: Step) -> str | None:
         case Map(object=name, imported=False) | Unmap(object=name, imported=False):
             return name
         case Fetch(object=name) | Offload(object=name) | Drop(object=name):
+            return name
+        case MapPart(object=name) | UnmapPart(object=name):
             return name
         case _:
             return None

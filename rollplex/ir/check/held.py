@@ -10,17 +10,22 @@ LASTING = ("permanent", "regenerable")
 """State that outlives an iteration; the contents of all other state end with it, even where its pages stay."""
 
 Parts = frozenset[int]
+Range = tuple[int, int]
 NOTHING: Parts = frozenset()
 
 
 @dataclass(frozen=True)
 class Span:
-    """An object that holds something in states first .. last of its owner: state i is when i steps are done."""
+    """An object that holds something in states first .. last of its owner: state i is when i steps are done.
+
+    It is `nbytes` of it: all of them, but for pages that come or go part by part.
+    """
 
     object: str
     process: str
     first: int
     last: int
+    nbytes: int
 
     def covers(self, first: int, last: int) -> bool:
         """Whether it lasts through all of these states."""
@@ -39,17 +44,20 @@ class Spans:
 
 @dataclass
 class Held:
-    """What is known of one object at one step; `since`, `filled`, `host_since` are the states in which each began."""
+    """What is known of one object at one step; `filled`, `host_since` are the states in which each began.
+
+    `pages` are the bytes that have some, with the states from which on: one range of all of them where none is cut.
+    """
 
     o: PlannedObject
     spans: Spans
     contents: Parts = NOTHING
     host: Parts = NOTHING
-    since: int | None = None
     filled: int | None = None
     host_since: int | None = None
     gone: str = ""
     dropped: bool = False
+    pages: dict[Range, int] = field(default_factory=dict)
 
     @classmethod
     def at_start(cls, o: PlannedObject, spans: Spans) -> Held:
@@ -70,7 +78,23 @@ class Held:
     @property
     def mapped(self) -> bool:
         """Whether it has pages."""
-        return self.since is not None
+        return bool(self.pages)
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether bytes [start, stop) have pages."""
+        at = start
+        for low, high in sorted(self.pages):
+            at = high if low <= at < high else at
+        return at >= stop
+
+    def meets(self, start: int, stop: int) -> bool:
+        """Whether any of bytes [start, stop) have pages."""
+        return any(low < stop and start < high for low, high in self.pages)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of its bytes have pages."""
+        return self.covers(0, self.o.bytes)
 
     @property
     def place(self) -> str:
@@ -81,8 +105,25 @@ class Held:
 
     def attach(self, state: int, contents: Parts) -> None:
         """Pages, with these contents."""
-        self.since, self.gone = state, ""
+        self.pages, self.gone = {(0, self.o.bytes): state}, ""
         self.fill(state, contents)
+
+    def attach_part(self, state: int, start: int, stop: int) -> None:
+        """Pages for some bytes, contents undefined."""
+        self.pages[start, stop], self.gone = state, ""
+
+    def detach_part(self, state: int, start: int, stop: int, why: str) -> None:
+        """The pages of some bytes end, which have pages; with the last of them the contents."""
+        kept = {}
+        for (low, high), since in self.pages.items():
+            if high <= start or stop <= low:
+                kept[low, high] = since
+                continue
+            self._close(self.spans.pages, since, state, min(high, stop) - max(low, start))
+            kept |= {r: since for r in ((low, start), (stop, high)) if r[0] < r[1]}
+        self.pages = kept
+        if not kept:
+            self.detach(state, why)
 
     def fill(self, state: int, parts: Parts) -> None:
         """Contents in more slots."""
@@ -92,11 +133,11 @@ class Held:
 
     def detach(self, state: int, why: str = "") -> None:
         """Pages and contents end."""
-        if self.since is not None:
-            self._close(self.spans.pages, self.since, state)
+        for (start, stop), since in self.pages.items():
+            self._close(self.spans.pages, since, state, stop - start)
         if self.filled is not None:
             self._close(self.spans.contents, self.filled, state)
-        self.since = self.filled = None
+        self.pages, self.filled = {}, None
         self.contents, self.gone, self.dropped = NOTHING, why, False
 
     def fill_host(self, state: int, parts: Parts) -> None:
@@ -117,5 +158,6 @@ class Held:
         if not self.host:
             self.free_host(state)
 
-    def _close(self, spans: list[Span], first: int, last: int) -> None:
-        spans.append(Span(self.o.name, self.spans.process, first, last))
+    def _close(self, spans: list[Span], first: int, last: int, nbytes: int | None = None) -> None:
+        nbytes = self.o.bytes if nbytes is None else nbytes
+        spans.append(Span(self.o.name, self.spans.process, first, last, nbytes))

@@ -5,6 +5,7 @@
     permanent  contents in one of the two, always       offload   pages    -> copy, pages gone
     boundary   pages from production to last use        unmap     pages and contents gone
                                                         drop      both gone
+                                                        map_part, unmap_part    pages of some bytes
 A write makes a host copy stale. Contents and copies are followed slot by slot. Sources: design.md sections 2 and 4,
 paper section 3.2.
 """
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rollplex.ir.check.facts import Facts, names, offloaded, reads, streams, writes
 from rollplex.ir.check.held import LASTING, NOTHING, Held, Parts, Spans
+from rollplex.ir.check.release import Layers, layers, needed, remade
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import PlannedObject
-from rollplex.ir.steps import Drop, Fetch, Map, Offload, Run, Unmap, UpdateChunk, describe
+from rollplex.ir.steps import Drop, Fetch, Map, MapPart, Offload, Run, Unmap, UnmapPart, UpdateChunk, describe
 
 SAVES = ("prefix",)
 """Tasks that stream phase-local state out to the host; all others stream it in."""
@@ -44,6 +47,10 @@ class Replay:
             self._forget_after_last_use(at)
         self._end()
         return self
+
+    @cached_property
+    def _layers(self) -> Layers:
+        return layers(self.facts)
 
     # ---- the ends of an iteration
 
@@ -88,6 +95,10 @@ class Replay:
                 return
             case Map(object=name):
                 self._attach(at, self._held[name], NOTHING)
+            case MapPart(object=name, start=start, stop=stop):
+                self._attach_part(at, self._held[name], start, stop)
+            case UnmapPart(object=name, start=start, stop=stop):
+                self._unmap_part(at, self._held[name], start, stop)
             case Fetch(object=name):
                 self._fetch(at, self._held[name])
             case Offload(object=name):
@@ -105,6 +116,21 @@ class Replay:
         else:
             held.attach(at.index + 1, contents)
 
+    def _attach_part(self, at: At, held: Held, start: int, stop: int) -> None:
+        if held.meets(start, stop):
+            what = f"bytes {start:,} to {stop:,} of {held.o.name} have pages already"
+            self._refuse("double-map", what, at, held.o)
+        else:
+            held.attach_part(at.index + 1, start, stop)
+
+    def _unmap_part(self, at: At, held: Held, start: int, stop: int) -> None:
+        self._keep_boundary(at, held)
+        self._keep_lasting(at, held)
+        if not held.covers(start, stop):
+            what = f"bytes {start:,} to {stop:,} of {held.o.name} are not mapped{held.gone}"
+            self._refuse("not-held", what, at, held.o)
+        held.detach_part(at.index, start, stop, f" (step {at.index}, {describe(at.step)}, released it)")
+
     def _fetch(self, at: At, held: Held) -> None:
         if held.host != held.whole:
             self._refuse("no-host-copy", f"{held.o.name} has no valid host copy{held.gone}", at, held.o)
@@ -112,7 +138,7 @@ class Replay:
 
     def _offload(self, at: At, held: Held) -> None:
         self._keep_boundary(at, held)
-        if not held.mapped:
+        if not held.complete:
             self._refuse("not-held", f"{held.o.name} is not mapped{held.gone}", at, held.o)
         elif held.contents != held.whole:
             self._refuse("offload-undefined", f"{held.o.name} has not been produced", at, held.o)
@@ -123,8 +149,7 @@ class Replay:
         self._keep_boundary(at, held)
         if not held.mapped:
             self._refuse("not-held", f"{held.o.name} is not mapped{held.gone}", at, held.o)
-        if held.o.class_ == "permanent" and held.host != held.whole:
-            self._refuse("permanent-lost", f"{held.o.name} is permanent and has no valid host copy", at, held.o)
+        self._keep_lasting(at, held)
         self._detach(at, held)
 
     def _drop(self, at: At, held: Held) -> None:
@@ -134,6 +159,7 @@ class Replay:
             return
         if not held.mapped and not held.host:
             self._refuse("not-held", f"{held.o.name} is nowhere{held.gone}", at, held.o)
+        self._keep_lasting(at, held)
         self._detach(at, held)
         held.dropped = True
         if not held.o.host_backed:
@@ -146,6 +172,15 @@ class Replay:
         """Boundary state stays in HBM from its production to its last use (paper section 3.2)."""
         if held.o.class_ == "boundary" and held.contents and (later := self._later_use(at, held.o.name)):
             self._refuse("boundary-moved", f"{held.o.name} is still to be used by {later}", at, held.o)
+
+    def _keep_lasting(self, at: At, held: Held) -> None:
+        """Contents without another copy go only if chunks make them again from FP32 masters (paper section 3.2)."""
+        if held.host == held.whole:
+            return
+        if held.o.class_ == "permanent":
+            self._refuse("permanent-lost", f"{held.o.name} is permanent and has no valid host copy", at, held.o)
+        elif held.o.class_ == "regenerable" and held.contents and not remade(self.facts, held.o):
+            self._refuse("released", f"{held.o.name} has no other copy, and no chunk writes it again", at, held.o)
 
     def _later_use(self, at: At, name: str) -> At | None:
         steps = self.facts.programs[self.process]
@@ -169,7 +204,7 @@ class Replay:
 
     def _leave_in_pieces(self, at: At, held: Held) -> None:
         """While the step runs, its pages and its place in the pinned pool are both in use."""
-        if held.mapped:
+        if held.complete:
             held.fill_host(at.index, held.whole)
             self._detach(at, held)
         else:
@@ -184,8 +219,13 @@ class Replay:
             held.fill(at.index, parts)
 
     def _is_mapped(self, at: At, held: Held, verb: str) -> bool:
-        if held.mapped:
+        start, stop = needed(self.facts, self._layers, at.step, held.o)
+        if held.covers(start, stop) and held.mapped:
             return True
+        if held.mapped:
+            what = f"it {verb} {held.o.name} up to byte {stop:,}, of which not all from {start:,} on have pages"
+            self._refuse("not-mapped", what, at, held.o)
+            return False
         kind = "dropped-needed" if held.dropped else "not-mapped"
         self._refuse(kind, f"it {verb} {held.o.name}, which is not mapped{held.gone}", at, held.o)
         # Go on as if it were there: one missing step is one violation.

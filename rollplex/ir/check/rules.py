@@ -145,6 +145,17 @@ RULES: dict[str, Rule] = {
     "piece": Rule(
         "gradients leave in whole pages, each byte once, beside the backward that ends them", "paper 3.2", COMPILE_AGAIN
     ),
+    "part": Rule(
+        "pages of a released snapshot come, and those of its gradients go, in whole pages", "paper 3.2", COMPILE_AGAIN
+    ),
+    "released": Rule(
+        "what has no other copy is discarded only if chunks write it again from FP32 masters",
+        "paper 3.2",
+        "keep it in HBM: optimizer.snapshot=keep",
+    ),
+    "handed-out": Rule(
+        "new pages are handed out once to each process that imports them, and stay then", "paper 3.2", COMPILE_AGAIN
+    ),
     "chunk-cover": Rule("chunks cover the flat parameters exactly once, in order", "paper 3.2", COMPILE_AGAIN),
     "chunk-size": Rule("chunks have the planned size and number", "paper 3.2", COMPILE_AGAIN),
     "chunk-state": Rule(

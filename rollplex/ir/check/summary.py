@@ -6,32 +6,56 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollplex.ir.check.capacity import Cuts
-from rollplex.ir.check.facts import Facts, moved, reads, streams, writes
-from rollplex.ir.check.held import Spans
+from rollplex.ir.check.facts import TIMELINE, Facts, moved, reads, streams, writes
+from rollplex.ir.check.held import Span, Spans
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.check.verdict import check_verdict, of_pools
 from rollplex.ir.plan import PlannedObject
+from rollplex.ir.steps import MapPart, UnmapPart
 
 
 @dataclass(frozen=True)
 class Places:
-    """The windows in which each object can be in HBM, and those in which it is at the host only."""
+    """The windows in which each object can be in HBM, and those in which it is at the host only.
+
+    `fullest` are bytes by window of objects whose pages come or go part by part.
+    """
 
     hbm: dict[str, set[str]]
     host: dict[str, set[str]]
+    fullest: dict[str, dict[str, int]]
+
+    def held(self, o: PlannedObject, window: str) -> int:
+        """Bytes of an object that is in HBM in a window: of what comes or goes in parts, at the fullest moment."""
+        return self.fullest.get(window, {}).get(o.name, o.bytes)
 
     @classmethod
     def of(cls, cuts: Cuts, held: Sequence[Spans]) -> Places:
         """From the replays: a move belongs to the window it stands in, so the host has the windows around it."""
         hbm = cuts.windows_of([s for one in held for s in one.pages])
         host = cuts.windows_of([s for one in held for s in one.host])
-        return cls(hbm, {name: found - hbm.get(name, set()) for name, found in host.items()})
+        at_host = {name: found - hbm.get(name, set()) for name, found in host.items()}
+        return cls(hbm, at_host, fullest(cuts, [s for one in held for s in one.pages]))
+
+
+def fullest(cuts: Cuts, spans: Sequence[Span]) -> dict[str, dict[str, int]]:
+    """What is in HBM of objects in parts in each window, in the first state in which that is most."""
+    names = {at.step.object for at in cuts.facts.steps() if isinstance(at.step, MapPart | UnmapPart)}
+    cut = [s for s in spans if s.object in names and s.process == TIMELINE]
+    best: dict[str, dict[str, int]] = {}
+    for state, window in enumerate(cuts.window if names else ()):
+        here = dict.fromkeys(sorted(names), 0)
+        for span in (s for s in cut if s.first <= state <= s.last):
+            here[span.object] += span.nbytes
+        if window not in best or sum(here.values()) > sum(best[window].values()):
+            best[window] = here
+    return best
 
 
 def window_bytes(facts: Facts, places: Places) -> Iterator[Violation]:
     """`by_object` lists what is mapped in a window, with its bytes; `hbm_bytes` is their sum, of the fullest pool."""
     for w in facts.plan.summary.windows:
-        live = {o.name: o.bytes for o in facts.objects.values() if w.name in places.hbm.get(o.name, ())}
+        live = {o.name: places.held(o, w.name) for o in facts.objects.values() if w.name in places.hbm.get(o.name, ())}
         for name in sorted({*live, *w.by_object}):
             if w.by_object.get(name, 0) != live.get(name, 0):
                 what = f"says {w.by_object.get(name, 0):,} bytes of {name}, {live.get(name, 0):,} are mapped"
