@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from rollplex.ir.check.capacity import Cuts
@@ -79,7 +80,7 @@ def _spans(facts: Facts, held: Sequence[Spans]) -> dict[str, list[Span]]:
         first, stop = span.first, last.get((span.process, span.object), span.last)
         if facts.objects[span.object].class_ in LASTING:
             first, stop = 0, len(facts.programs[span.process])
-        found.setdefault(span.object, []).append(Span(span.object, span.process, first, max(stop, span.last)))
+        found.setdefault(span.object, []).append(replace(span, first=first, last=max(stop, span.last)))
     return found
 
 
