@@ -247,4 +247,16 @@ def _wide_or_deep() -> Instance:
     return Instance(data, {key: frozenset() for key in ((o.name, w) for o in data.items for w in o.places)})
 
 
-RESIDENCY = Oracle("residency", FAMILIES, OBJECTIVES, instances(), disagreement, (_wide_or_deep(),))
+def _quiet_or_roomy() -> Instance:
+    """Two objects of 10 fill a capacity of 20; one may leave, which takes seconds and leaves the last tenth free."""
+    windows: tuple[str, ...] = ("a", "b")
+    hbm: frozenset[Place] = frozenset({"hbm"})
+    free: frozenset[Place] = frozenset({"hbm", "host"})
+    items = (Item("fixed", 10, {"b": hbm}), Item("free", 10, {"a": hbm, "b": free}, link_us=5))
+    stretches = tuple(Stretch((w,)) for w in windows)
+    data = Data(windows, items, 20, 20, stretches, dict[str, int].fromkeys(windows, 0))
+    return Instance(data, {key: frozenset() for key in ((o.name, w) for o in data.items for w in o.places)})
+
+
+WITNESSES = (_wide_or_deep(), _quiet_or_roomy())
+RESIDENCY = Oracle("residency", FAMILIES, OBJECTIVES, instances(), disagreement, WITNESSES)
