@@ -44,7 +44,7 @@ job\.cluster\.(context_gib|nccl_gib|process_host_gib)
 job\.model\.name
 job\.workload\.(prompt_tokens|response_tokens|frames|max_pixels|turns\.frames)
 job\.workload\.rollout\.(share|factor)
-job\.optimizer(\.(chunks|in_flight))?
+job\.optimizer(\.(chunks|in_flight|snapshot))?
 job\.roles\.\*\.(recompute|attention|prefix_saved|head|model)
 job\.roles\.\*\.\w+\.(data_parallel|make_vocab_size_divisible_by|sequence_parallel|distributed_optimizer)
 job\.roles\.\*\.\w+\.(zero|microbatch|offload_parameters|offload_optimizer)
@@ -109,6 +109,8 @@ def _steps(plan: dict[str, Any], edit: Edit) -> str:
         return "" if _readers(plan, a, b) else "pages of its own, let go before or behind a barrier"
     if any(s["kind"] in ("barrier", "signal") for s in (a, b)):
         return ""
+    if kinds == {"rebuild", "export"}:
+        return "a copy that is made of pages already handed out"
     if a["kind"] == b["kind"] == "run":
         return "two prompt groups" if _groups_apart(a, b) else "two turns of a group" if _turns_apart(a, b) else ""
     return "" if _named(a) & _named(b) else "nothing in common"

@@ -78,9 +78,9 @@ PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "lora": ("grpo", NODE, ("roles.actor.lora={rank: 64}", *FEW)),
     "lora, merged": ("grpo", NODE, ("roles.actor.lora={rank: 64, served: merged}", *FEW)),
     "turns": ("embodied", "embodied_7b_h800x8", ("workload.turns.count=2", "workload.prompts=4", "optimizer.chunks=6")),
-    "released": ("grpo", NODE, ("optimizer.snapshot=release", *FEW)),
     "infeasible": ("grpo", NODE, ("cluster.capacity_gib=60", *FEW)),
     "solved": ("grpo", SOLVED, ("optimizer.chunks=6",)),
+    "released": ("grpo", NODE, ("optimizer.snapshot=release", *FEW)),
 }
 
 
