@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-EXACT = {"rtol": 1e-6, "atol": 1e-6}
+EXACT = 1e-6
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -31,9 +31,9 @@ def test_heads_are_turned_as_torch_turns_them(heads: int, d: int) -> None:
     fused = drawn(37, heads + 3, d).requires_grad_()
     angles, upstream = drawn(37, d // 2), drawn(37, heads, d)
     ours, theirs = (f(fused[:, 2 : 2 + heads], angles.cos(), angles.sin()) for f in (rotate, turned))
-    torch.testing.assert_close(ours, theirs, **EXACT)
+    torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
     found, wanted = (torch.autograd.grad(y, fused, upstream)[0] for y in (ours, theirs))
-    torch.testing.assert_close(found, wanted, **EXACT)
+    torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("width", [11008, 3420, 7])

@@ -79,7 +79,19 @@ def _rows(out: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _rotate(x, out, cos, sin, of_token, of_head, heads, half, sign, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _rotate(
+    x: tl.tensor,
+    out: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    of_token: tl.tensor,
+    of_head: tl.tensor,
+    heads: tl.tensor,
+    half: tl.tensor,
+    sign: tl.tensor,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (at < half)
@@ -94,7 +106,7 @@ def _rotate(x, out, cos, sin, of_token, of_head, heads, half, sign, HEADS: tl.co
 
 
 @triton.jit
-def _gated(both, out, width, BLOCK: tl.constexpr):
+def _gated(both: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(both + row * 2 * width + at, mask=inside).to(tl.float32)
@@ -103,7 +115,7 @@ def _gated(both, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated_backward(both, grad, found, width, BLOCK: tl.constexpr):
+def _gated_backward(both: tl.tensor, grad: tl.tensor, found: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(both + row * 2 * width + at, mask=inside).to(tl.float32)
