@@ -101,8 +101,8 @@ def _rotate(
     c = tl.load(cos + token * half + at, mask=at < half)
     s = tl.load(sin + token * half + at, mask=at < half) * sign
     target = out + (token * heads + head) * (2 * half) + at
-    tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
-    tl.store(target + half, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(target, first * c - second * s, mask=inside)
+    tl.store(target + half, second * c + first * s, mask=inside)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _gated(both: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexp
     inside = at < width
     gate = tl.load(both + row * 2 * width + at, mask=inside).to(tl.float32)
     up = tl.load(both + row * 2 * width + width + at, mask=inside).to(tl.float32)
-    tl.store(out + row * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
@@ -123,5 +123,5 @@ def _gated_backward(both: tl.tensor, grad: tl.tensor, found: tl.tensor, width: t
     g = tl.load(grad + row * width + at, mask=inside).to(tl.float32)
     share = tl.sigmoid(gate)
     of_gate = g * up * share * (1 + gate * (1 - share))
-    tl.store(found + row * 2 * width + at, of_gate.to(found.dtype.element_ty), mask=inside)
-    tl.store(found + row * 2 * width + width + at, (g * gate * share).to(found.dtype.element_ty), mask=inside)
+    tl.store(found + row * 2 * width + at, of_gate, mask=inside)
+    tl.store(found + row * 2 * width + width + at, g * gate * share, mask=inside)
