@@ -25,7 +25,7 @@ from twoplan import two_roles
 from rollplex.ir.checker import RULES, check_plan, verify_plan
 from rollplex.ir.errors import PlanError
 from rollplex.ir.plan import Plan, parse_plan
-from rollplex.ir.steps import Barrier, Run, Signal, Step, UpdateChunk, Wait
+from rollplex.ir.steps import Barrier, MapPart, Run, Signal, Step, UnmapPart, UpdateChunk, Wait
 
 PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "too large": too_large(),
@@ -106,6 +106,8 @@ def independent(a: Step, b: Step) -> bool:
         if set(a.outputs) & set(b.inputs):  # a round samples what the mask of the one before leaves
             return False
         return "grad_norm" not in (a.task, b.task) and a.microbatch != b.microbatch
+    if isinstance(a, MapPart | UnmapPart) and isinstance(b, MapPart | UnmapPart):  # what is there at once is told
+        return False
     return not named(a) & named(b) and "publish" not in (a.kind, b.kind)
 
 

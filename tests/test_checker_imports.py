@@ -1,7 +1,7 @@
 """Explicit imports: the snapshot is released at the optimizer barrier, as in paper section 3.2, and mapped again.
 
-rollout   map (imported)  generate  unmap (imported) | ..                             |
-train                                                | ..                 theta-quiet | drop  map  chunk 0 1 2  ..
+rollout   generate  unmap (imported) | ..                                               wait | map (imported) | signal
+train                                | .. theta-quiet | drop  map  chunk 0 1 2  export | signal                    wait
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rollplex.ir.check.imports import bindings
 from rollplex.ir.check.rules import At
 from rollplex.ir.checker import check_plan
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Drop, Map, Run, Signal, Unmap, UpdateChunk
+from rollplex.ir.steps import Drop, Export, Map, Publish, Run, Signal, Unmap, UpdateChunk, Wait
 
-SNAPSHOT = "actor.snapshot"
+SNAPSHOT, END = "actor.snapshot", "P3 publish"
 
 
 def where(plan: Plan, process: str, kind: type, name: str = "") -> int:
@@ -32,10 +32,13 @@ def released() -> Plan:
     generate = where(plan, "rollout", Run)
     window = plan.programs["rollout"][generate].window
     plan = insert(plan, "rollout", generate + 1, Unmap(window=window, object=SNAPSHOT, imported=True))
-    plan = insert(plan, "rollout", generate, Map(window=window, object=SNAPSHOT, imported=True))
+    taken = Wait(window=END, event="there"), Map(window=END, object=SNAPSHOT, imported=True)
+    plan = insert(plan, "rollout", place(plan, "rollout", "published"), *taken, Signal(window=END, event="taken"))
     chunk = where(plan, "train", UpdateChunk)
     remap = Drop(window="P3 update", object=SNAPSHOT), Map(window="P3 update", object=SNAPSHOT)
-    return insert(plan, "train", chunk, *remap)
+    plan = insert(plan, "train", chunk, *remap)
+    handed = Export(window=END, object=SNAPSHOT), Signal(window=END, event="there"), Wait(window=END, event="taken")
+    return insert(plan, "train", where(plan, "train", Publish, SNAPSHOT), *handed)
 
 
 def import_step(plan: Plan, kind: type) -> int:
@@ -50,19 +53,21 @@ def faults() -> Iterator[tuple[str, str, Plan]]:
     plan = released()
     enter, leave = import_step(plan, Map), import_step(plan, Unmap)
     window = plan.programs["rollout"][leave].window
-    yield "imported for the whole run", "imported-pages", put(put(plan, "rollout", leave), "rollout", enter)
-    yield "never let go", "imported-pages", put(plan, "rollout", leave)
+    let_go, taken = (plan.programs["rollout"][i] for i in (leave, enter))
+    yield "imported for the whole run", "imported-pages", put(put(plan, "rollout", enter), "rollout", leave)
+    yield "never let go", "not-imported", put(plan, "rollout", leave)
     yield "never let go: the next iteration imports again", "end-state", put(plan, "rollout", leave)
-    let_go = plan.programs["rollout"][leave]
-    yield "let go and never bound again", "end-state", put(put(plan, "rollout", leave), "rollout", enter, let_go)
+    yield "let go and never bound again", "end-state", put(plan, "rollout", enter)
     yield "let go twice", "not-held", put(plan, "rollout", leave, let_go, let_go)
-    late = insert(put(plan, "rollout", leave), "rollout", enter + 1, let_go)
-    yield "let go before the read", "not-imported", late
-    twice = put(plan, "rollout", enter, *2 * (plan.programs["rollout"][enter],))
-    yield "imported twice", "double-map", twice
-    end = place(plan, "rollout", "published")
-    again = Map(window="P3 publish", object=SNAPSHOT, imported=True)
-    yield "imported again too early", "imported-pages", insert(plan, "rollout", end, again)
+    yield "let go before the read", "not-imported", insert(put(plan, "rollout", leave), "rollout", leave - 1, let_go)
+    yield "imported twice", "double-map", put(plan, "rollout", enter, taken, taken)
+    yield "imported again too early", "imported-pages", insert(put(plan, "rollout", enter), "rollout", leave + 1, taken)
+    yield (
+        "imported before it is handed out",
+        "handed-out",
+        insert(put(plan, "rollout", enter), "rollout", enter - 1, taken),
+    )
+    yield "never handed out", "handed-out", put(plan, "train", where(plan, "train", Export, SNAPSHOT))
     early = insert(plan, "train", 0, Drop(window=window, object=SNAPSHOT), Map(window=window, object=SNAPSHOT))
     yield "remapped while rollout decodes", "imported-pages", early
     unmapped = where(plan, "train", Map, SNAPSHOT)

@@ -66,9 +66,10 @@ def _serve(link: ChildLink) -> None:
     engine = build_engine(plan, job, assign, fds)
     state = engine_state(assign.process, plan, job, link, engine)
     _share(link, plan, state)
-    link.send(Ready(engine.ready()))
+    ready = engine.ready()
     gc.collect()
     gc.freeze()  # what is there now stays: to look through an engine's modules again and again takes tenths of a second
+    link.send(Ready(ready))
     while _obey(link, state, job):
         pass
     engine.close()  # only here: after an error the process ends, and the kernel takes everything back

@@ -105,6 +105,8 @@ def _steps(plan: dict[str, Any], edit: Edit) -> str:
         return {"wait": "two waits", "barrier": "a value that comes before or behind a barrier"}.get(
             next(iter(kinds - {"wait"}), "wait"), "a wait and a move" if kinds & {"map", "fetch", "exchange"} else ""
         )
+    if "barrier" in kinds and any(s["kind"] == "unmap" and s["imported"] for s in (a, b)):
+        return "a reader that lets go before or behind a barrier"
     if "barrier" in kinds and kinds - {"barrier"} <= {"unmap", "offload", "drop"}:
         return "" if _readers(plan, a, b) else "pages of its own, let go before or behind a barrier"
     if any(s["kind"] in ("barrier", "signal") for s in (a, b)):
@@ -147,6 +149,8 @@ def _special(plan: dict[str, Any], edit: Edit) -> str:
     if edit.pattern == "graph.*.kwargs" and edit.how == "delete":
         only = plan["graph"][edit.path[1]]["kwargs"] == {"returns": "scores"}
         return "the default, spelled out" if only else ""
+    if edit.pattern == "not_executable.*" and edit.how == "longer":
+        return "what stands behind a reason's colon" if ":" in plan["not_executable"][edit.path[1]] else ""
     if edit.pattern.endswith("run:grad_norm.outputs.*"):
         return "name of the norm, which no step takes"
     if re.fullmatch(r"programs\.(controller|rollout)\..*\.window", edit.pattern):
