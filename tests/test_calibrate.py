@@ -256,6 +256,8 @@ def test_a_job_that_says_nothing_of_a_gpu_is_refused(tmp_path: Path) -> None:
         check_job(load_job("examples/jobs/shapes_host.yaml"))
     with pytest.raises(JobError, match="has experts, and what stands for a model here has none"):
         check_job(load_job("examples/jobs/gspo_30b_a3b_h800x16.yaml"))
+    with pytest.raises(RunError, match=r"it is a directory\n.*try: name a file: .*gpu.json"):
+        check_place(tmp_path)
     with pytest.raises(RunError, match="cannot write into"):
         check_place(tmp_path / "none" / "x.json")
 

@@ -23,10 +23,12 @@ from rollplex.runtime.optimizer import (
     Slab,
     Workspace,
     allocate_workspace,
+    blocks,
     clip_scale,
     flat_layout,
     global_norm,
     overlaps,
+    square,
     state_dtype,
     sum_squares,
 )
@@ -230,6 +232,18 @@ def test_the_norm_is_the_same_bits_with_any_number_of_threads(seed: int) -> None
         assert sum_squares(grad, slabs) == alone
     finally:
         torch.set_num_threads(1)
+
+
+def test_pieces_that_were_summed_in_larger_blocks_are_not_read_again() -> None:
+    """A GPU's pieces, whose gradient has left for the host: blocks are those of where they were summed."""
+    generator, gpu = torch.Generator().manual_seed(0), torch.device("cuda")
+    slabs = flat_layout(named([5 * NORM_BLOCK + 17, 3, 40_000]))
+    grad = torch.randn(slabs[-1].stop, generator=generator, dtype=torch.float64)
+    whole, first = sum_squares(grad, slabs), slabs[1].stop
+    known = {b: square(grad, b) for b in blocks(slabs, gpu) if b.stop <= first}
+    assert [len(b) for b in known] == [5 * NORM_BLOCK + 17, 3]
+    grad[:first] = float("nan")
+    assert sum_squares(grad, slabs, known, gpu) == pytest.approx(whole, rel=1e-14)
 
 
 def test_ranks_add_their_sums_of_squares() -> None:

@@ -31,7 +31,7 @@ class LiveBatch:
 
     def tell(self, responses: int) -> None:
         """So many decode now."""
-        _WORD.pack_into(self._page, 0, responses)
+        self._page[:] = _WORD.pack(responses)  # packed into the page it would be zero for a moment: nothing decodes
 
     def read(self) -> int:
         """How many decode; 0 behind the step's last response."""

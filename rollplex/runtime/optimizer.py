@@ -104,14 +104,20 @@ def square(grad: torch.Tensor, block: range) -> torch.Tensor:
     return part.double().square().sum()  # adds up in pairs, which torch's norm of a host does not
 
 
-def sum_squares(grad: torch.Tensor, slabs: Iterable[Slab], known: Mapping[range, torch.Tensor] | None = None) -> float:
-    """Sum of squares of the slabs of a flat gradient; `known` are blocks that have been summed.
+def sum_squares(
+    grad: torch.Tensor,
+    slabs: Iterable[Slab],
+    known: Mapping[range, torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> float:
+    """Sum of squares of the slabs of a flat gradient; `known` are blocks that were summed on `device` before it left.
 
     `fsum` rounds once, so neither chunks nor the order of the slabs change a bit.
     """
-    known = known or {}
-    found = [known[b] if b in known else square(grad, b) for b in blocks(slabs, grad.device)]
-    return math.fsum(torch.stack(found).tolist()) if found else 0.0
+    known, each = known or {}, list(blocks(slabs, device or grad.device))
+    there = [known[b] for b in each if b in known]
+    here = [square(grad, b) for b in each if b not in known]
+    return math.fsum(number for found in (there, here) if found for number in torch.stack(found).tolist())
 
 
 def global_norm(
@@ -119,9 +125,10 @@ def global_norm(
     slabs: Iterable[Slab],
     gather: Callable[[float], Iterable[float]] = lambda own: (own,),
     known: Mapping[range, torch.Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> float:
     """The gradient's norm; `gather` gives the sums of squares of all ranks' parts (each parameter counted once)."""
-    return math.sqrt(math.fsum(gather(sum_squares(grad, slabs, known))))
+    return math.sqrt(math.fsum(gather(sum_squares(grad, slabs, known, device))))
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:

@@ -88,7 +88,8 @@ class StreamedUpdate:
 
     def norm(self, scale: float = 1.0) -> float:
         """The global norm of the gradient, which is `scale` times what lies there; every chunk scales and clips it."""
-        norm = scale * global_norm(self.state().grad, self._counted, self.trained.sums, self._squares)
+        device = self.trained.device.torch  # where the pieces were summed, wherever they are now
+        norm = scale * global_norm(self.state().grad, self._counted, self.trained.sums, self._squares, device)
         self._squares.clear()
         clip, label = clip_scale(norm, self.options.clip_norm), self.trained.label
         self._scale = scale * clip

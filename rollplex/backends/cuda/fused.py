@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollplex.ir.errors import EngineError
+
 WIDTH = 1024
 """Elements of a row that one program takes."""
 
@@ -25,6 +27,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def swiglu(both: Tensor) -> Tensor:
     """[.., gate | up] -> silu(gate) * up; keeps what it was given for the backward."""
     return _SwiGLU.apply(both)
+
+
+def check_kernels(device: torch.device) -> None:
+    """Launch each once, before a step does: the first launch compiles. EngineError where this machine cannot."""
+    try:
+        heads, angles = torch.zeros(1, 2, 16, device=device), torch.ones(1, 8, device=device)
+        swiglu(rotate(heads, angles, angles)).sum().item()
+    except (OSError, RuntimeError) as err:
+        what = f"Triton cannot make its kernels: {str(err).splitlines()[0]}"
+        raise EngineError(what, where=str(device), hint="install a C compiler, or name one in CC") from None
 
 
 class _Rotate(torch.autograd.Function):

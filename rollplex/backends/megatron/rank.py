@@ -56,6 +56,10 @@ class MegatronModel:
         self.stored = stored or Stored()
         self.frozen = frozenset(frozen)
         device = pages["language"].device
+        if device.type == "cuda":
+            from rollplex.backends.cuda.fused import check_kernels  # Triton is there where a GPU is
+
+            check_kernels(device)
         self.model = build_model(spec, dtype, self.group, self.stored, sequence_parallel, device)
         self.order = parameters(self.spec, self.group.size(), self.group.rank(), self.stored)
         slabs = {"language": slab or Slab(), "vision": Slab()}

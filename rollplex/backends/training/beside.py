@@ -27,7 +27,9 @@ class Beside:
 
     def __init__(self, policy: Policy, job: Job, live: LiveBatch, device: Device) -> None:
         self._rows = [(row.live_at_most, row.sms) for row in policy.rows if policy.kind == "solved"]
-        self._every = job.device.sms
+        measured = job.cluster.calibration
+        surface = measured.surface if measured else None
+        self._every = surface.all_sms if surface else job.device.sms
         if policy.kind == "fixed":
             self._rows = [(1, max(1, round((policy.share or 1.0) * self._every)))]
         self._live = live

@@ -81,6 +81,8 @@ def check_job(job: Job) -> None:
 
 def check_place(out: Path) -> None:
     """Found out before anything is measured."""
+    if out.is_dir():
+        raise RunError("it is a directory", where=f"--out {out}", hint=f"name a file: {out / 'gpu.json'}")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         hint = "name a file in a directory of yours"
         raise RunError(f"cannot write into {out.parent}", where=f"--out {out}", hint=hint)
@@ -104,4 +106,5 @@ def write_whole(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as err:
-        raise RunError(f"cannot write the calibration: {err.strerror}", where=path, hint="name another file") from None
+        hint = f"what was measured is in {partial}" if partial.exists() else "name another file"
+        raise RunError(f"cannot write the calibration: {err.strerror}", where=path, hint=hint) from None
