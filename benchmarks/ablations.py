@@ -23,7 +23,7 @@ from examples.shapes.make import make
 from rollplex.ir.errors import OutOfMemory
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Drop, Fetch, Map, Offload, Step, Unmap
+from rollplex.ir.steps import Drop, Fetch, Map, MapPart, Offload, Step, Unmap, UnmapPart
 from rollplex.passes.pipeline import compile_plan
 from rollplex.runtime.run import execute_plan
 
@@ -130,6 +130,10 @@ def _change(step: Step, nbytes: dict[str, int]) -> int:
             return nbytes[name]
         case Unmap(object=name, imported=False) | Offload(object=name) | Drop(object=name):
             return -nbytes[name]
+        case MapPart(start=start, stop=stop):
+            return stop - start
+        case UnmapPart(start=start, stop=stop):
+            return start - stop
         case _:
             return 0
 

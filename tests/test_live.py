@@ -57,7 +57,7 @@ def beside(policy: Policy, tmp_path: Path, parts: Parts) -> tuple[Beside, LiveBa
     path = tmp_path / "job.yaml"
     path.write_text(SOLVED)
     job: Job = load_job(path)
-    here = Beside(policy, job, LiveBatch(tmp_path, 0), cast(Device, parts))
+    here = Beside(policy, job, [LiveBatch(tmp_path, gpu) for gpu in (0, 1)], cast(Device, parts))
     return here, LiveBatch(tmp_path, 0)
 
 
@@ -91,6 +91,14 @@ def test_a_prompt_runs_by_the_row_of_what_decodes(tmp_path: Path) -> None:
         live.tell(decoding)
         found[decoding] = run_on(here, parts)
     assert found == {FULL: 32, 129: 32, 128: 32, 41: 32, 40: 64, 10: 64, 9: 96, 5: 96, 4: 0, 1: 0, 0: 0}
+
+
+def test_ranks_of_one_model_go_by_the_fullest_of_their_gpus(tmp_path: Path) -> None:
+    parts = Parts()
+    here, live = beside(table((128, 32), (40, 64)), tmp_path, parts)
+    live.tell(3)
+    LiveBatch(tmp_path, 1).tell(99)
+    assert run_on(here, parts) == 32
 
 
 def test_a_prompt_waits_until_fewer_decode(tmp_path: Path) -> None:

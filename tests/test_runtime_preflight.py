@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from rollplex.ir.steps import Rebuild
 from rollplex.ir.tensors import model_tensors
 from rollplex.runtime.crew import Crew
 from rollplex.runtime.feed import Feed
-from rollplex.runtime.preflight import make_feed
+from rollplex.runtime.openfiles import WANTED, raise_limit
+from rollplex.runtime.preflight import check_machine, make_feed
 from rollplex.runtime.run import execute_plan, run_plan
 from rollplex.runtime.rundir import run_directory
 
@@ -77,6 +79,27 @@ def test_a_dtype_that_the_host_backend_does_not_compute_in(tmp_path: Path) -> No
     plan = tiny_plan(model={"dtype": "bfloat16"})
     message = r"model.dtype: backend host computes in float32 or float64, not in bfloat16"
     refused(plan, RunError, message, tmp_path / "r")
+
+
+def test_a_pool_whose_places_reach_beyond_its_share(tmp_path: Path) -> None:
+    """Windows fit, and one place after the other does not: told before a process has locked anything."""
+    plan = tiny_plan()
+    summary = plan.summary.model_copy(update={"host_capacity_bytes": plan.summary.host_pool.bytes - 4096})
+    narrow = plan.model_copy(update={"summary": summary})
+    with pytest.raises(
+        RunError, match=r"host memory: the pinned pool .*4.00 KiB more than its share\n.*cluster.pinned_share"
+    ):
+        check_machine(narrow)
+
+
+def test_a_process_may_have_as_many_files_open_as_its_hard_limit_lets_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        raise_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(WANTED, before[1]), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_machine_with_too_little_memory(tmp_path: Path) -> None:

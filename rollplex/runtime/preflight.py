@@ -78,6 +78,9 @@ def check_machine(plan: Plan) -> None:
     """Refuse a plan whose device and pool do not fit the memory that this machine has free now."""
     job = Job.model_validate(plan.job)
     pool = plan.summary.host_pool.bytes
+    if (short := pool - plan.summary.host_capacity_bytes) > 0:
+        what = f"the pinned pool of a GPU reaches over {pretty(pool)}, {pretty(short)} more than its share of the host"
+        raise RunError(what, where="host memory", hint="raise cluster.pinned_share or cluster.host_memory_gb")
     gpus, peak = plan.processes["train"].ranks, plan.summary.peak_hbm_bytes
     need, free = gpus * (pool + (peak if job.on_host else 0)), available_bytes()
     if need > free:

@@ -45,6 +45,7 @@ from rollplex.runtime.gathering import agreed_digests, merged_metrics
 from rollplex.runtime.interrupt import Interrupt
 from rollplex.runtime.memorylog import MemoryLog
 from rollplex.runtime.metrics import MetricsWriter, check_wandb, curves_of, draw_curve, watched
+from rollplex.runtime.openfiles import raise_limit
 from rollplex.runtime.preflight import HOST_FUNCTION, check_hosts, check_machine, check_plan, make_feed
 from rollplex.runtime.protocol import CONTROLLER, Ask, ProcessId
 from rollplex.runtime.report import Report, TimeLog, write_report
@@ -99,6 +100,7 @@ def execute_plan(
     check_machine(plan)
     check_hosts(plan, hosts)
     check_wandb(job)
+    raise_limit()  # of the engine processes too, which inherit it
     with run_directory(out_dir, resume):
         begin = begin_at(out_dir, plan)
         feed = make_feed(plan, job, hosts)

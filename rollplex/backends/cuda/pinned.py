@@ -1,7 +1,7 @@
 """Host memory that copies of a GPU reach at the link's full rate: pages locked by the driver, where they are.
 
-The pool is the host's (memory/pinned.py): one allocation, cut into slots. Registering takes about half a second a GiB,
-so it is done once, and torch's pinned allocator, which rounds up to powers of two, is not used.
+The pool is the host's (memory/pinned.py): one arena for each stretch of addresses. Registering takes about half a
+second a GiB, so it is done once, and torch's pinned allocator, which rounds up to powers of two, is not used.
 """
 
 from __future__ import annotations

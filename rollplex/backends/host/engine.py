@@ -30,4 +30,4 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
     def make(role: str, objects: PlannedObjects) -> Replica:
         return Replica(job, role, objects, trained=role in job.trained)
 
-    return TrainEngine(plan, job, here, groups, pair, process, fds, make, live)
+    return TrainEngine(plan, job, here, groups, pair, process, fds, make, (live,))

@@ -26,4 +26,5 @@ def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meetin
         return Replica(plan, job, here, groups, role, objects)
 
     pair = Pair(meeting, rank, sends=True)
-    return TrainEngine(plan, job, here, groups, pair, f"{kind} {rank}", fds, make, LiveBatch(meeting, rank))
+    live = [LiveBatch(meeting, rank - here.tp + other) for other in range(job.train_tp)]
+    return TrainEngine(plan, job, here, groups, pair, f"{kind} {rank}", fds, make, live)

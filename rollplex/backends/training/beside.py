@@ -10,7 +10,7 @@ for fewer responses           decode, which goes on or ends             when the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rollplex.backends.device import Device
@@ -23,9 +23,12 @@ WAIT = 0
 
 
 class Beside:
-    """The policy of one training rank; its partitions are made at the start, when there is room for sure."""
+    """The policy of one training rank; its partitions are made at the start, when there is room for sure.
 
-    def __init__(self, policy: Policy, job: Job, live: LiveBatch, device: Device) -> None:
+    `live` are the words of all GPUs of its copy of the model, whose ranks run a prefix together: the fullest says when.
+    """
+
+    def __init__(self, policy: Policy, job: Job, live: Sequence[LiveBatch], device: Device) -> None:
         self._rows = [(row.live_at_most, row.sms) for row in policy.rows if policy.kind == "solved"]
         measured = job.cluster.calibration
         surface = measured.surface if measured else None
@@ -41,14 +44,15 @@ class Beside:
     @contextmanager
     def prompt(self) -> Iterator[None]:
         """Around the work of one prefix: it begins when the policy lets it, on the SMs that it is given."""
-        while (sms := self._sms(self._live.read())) == WAIT:
+        while (sms := self._sms(max(word.read() for word in self._live))) == WAIT:
             time.sleep(LOOK_S)
         with self._partitions.get(sms, nullcontext)():
             yield
 
     def close(self) -> None:
         """No prefix any more."""
-        self._live.close()
+        for word in self._live:
+            word.close()
 
     def _sms(self, live: int) -> int:
         """By the last row that so many responses are not too many for; more than any row has is the first row's."""

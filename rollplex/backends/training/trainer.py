@@ -58,7 +58,7 @@ class TrainEngine:
         process: str,
         fds: Sequence[int],
         make: Make,
-        live: LiveBatch,
+        live: Sequence[LiveBatch],
     ) -> None:
         self.plan = plan
         self.job = job

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in our process: pages are bound once, steps are ours
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in our process, over the plan's pages
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer of the same device wants these cores too
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

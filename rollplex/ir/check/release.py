@@ -20,7 +20,7 @@ from rollplex.ir.job import Job
 from rollplex.ir.plan import PlannedObject
 from rollplex.ir.planned_job import job_of
 from rollplex.ir.releasing import not_releasable, stretches
-from rollplex.ir.steps import Export, Map, MapPart, Publish, Step, Unmap, UnmapPart, UpdateChunk
+from rollplex.ir.steps import Drop, Export, Map, MapPart, Publish, Step, Unmap, UnmapPart, UpdateChunk
 
 Layers = tuple[tuple[int, int], ...]
 """Of the layers of a model in their order: parameters of a training rank up to its end, and bytes of the snapshot."""
@@ -56,7 +56,7 @@ def remade(facts: Facts, o: PlannedObject) -> bool:
 def check_release(facts: Facts, job: Job) -> Iterator[Violation]:
     """The plan releases what its job lets it, in whole pages."""
     snapshot, wanted = f"{job.policy}.snapshot", job.optimizer.snapshot
-    released = [at for at in facts.steps() if isinstance(at.step, Unmap) and moved(at.step) == snapshot]
+    released = [at for at in facts.steps() if isinstance(at.step, Unmap | Drop) and moved(at.step) == snapshot]
     if bool(released) != (wanted == "release") and wanted != "auto":
         says = "releases" if released else "keeps"
         yield Violation("asked", f"it {says} {snapshot}, the job's optimizer.snapshot is {wanted}", where=snapshot)
