@@ -18,7 +18,7 @@ from combinations import BOUND, COMBINATIONS, STEPS, Combination, plan_of
 from evidence import book, ended, laid_out, ran
 from vllm_tiny import needs_vllm
 
-from rollplex.ir.steps import Exchange, Run
+from rollplex.ir.steps import Exchange, Run, UnmapPart
 from rollplex.runtime.protocol import ProcessId
 
 RUN = [pytest.param(c, marks=needs_vllm) if c.roller == "vllm" else c for c in COMBINATIONS]
@@ -115,7 +115,9 @@ def test_ranks_enter_the_collectives_of_the_plan_in_its_order(of: Combination) -
         assert {(s.group, s.op) for s in planned} == needed
         pieces = [p for s in plan.programs["train"] if isinstance(s, Run) for p in s.offloads]
         assert {p.reduce for p in pieces} == ({reduce if of.copies > 1 else ""} if of.pieces else set())
-        assert {p.object for p in run.result.report.pieces} == {p.object for p in pieces}
+        behind = {s.object for s in plan.programs["train"] if isinstance(s, UnmapPart)}
+        assert behind == ({"actor.gradients"} if of.released else set())
+        assert {p.object for p in run.result.report.pieces} == {p.object for p in pieces} | behind
 
 
 def test_weights_lie_as_the_case_has_them(of: Combination) -> None:
