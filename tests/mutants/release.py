@@ -17,16 +17,16 @@ def released(plan: Plan) -> Iterator[tuple[str, int, Any]]:
     return ((p, i, s) for p, i, s in steps(plan, Unmap) if s.object in names and not s.imported)
 
 
-def event(plan: Plan, process: str, kind: type, name: str) -> int:
-    """Where a program signals an event, or waits for it."""
-    return next(i for _, i, s in steps(plan, kind, process=process) if s.event == name)
+def events(plan: Plan, process: str, kind: type, name: str) -> Iterator[int]:
+    """Where a program signals an event, or waits for it; nowhere in a plan that shares nothing."""
+    return (i for _, i, s in steps(plan, kind, process=process) if s.event == name)
 
 
 @mutant("imported-pages")
 def pages_let_go_while_a_reader_may_map_them(plan: Plan) -> Iterator[Plan]:
     """The owner does not wait for it."""
     for process, i, _ in released(plan):
-        yield move(plan, process, i, event(plan, process, Wait, "snapshot-let-go"))
+        yield from (move(plan, process, i, at) for at in events(plan, process, Wait, "snapshot-let-go"))
 
 
 @mutant("imported-pages")
@@ -99,14 +99,14 @@ def published_before_the_readers_have_its_pages(plan: Plan) -> Iterator[Plan]:
     for process, i, _ in released(plan):
         for _, j, step in steps(plan, Publish, process=process):
             if step.object == plan.programs[process][i].object:  # type: ignore[union-attr]
-                yield move(plan, process, j, event(plan, process, Wait, "snapshot-taken"))
+                yield from (move(plan, process, j, at) for at in events(plan, process, Wait, "snapshot-taken"))
 
 
 @mutant("handed-out")
 def pages_imported_before_they_are_handed_out(plan: Plan) -> Iterator[Plan]:
     for process, i, step in steps(plan, Map):
         if step.imported:
-            yield move(plan, process, i, event(plan, process, Wait, "snapshot-has-pages"))
+            yield from (move(plan, process, i, at) for at in events(plan, process, Wait, "snapshot-has-pages"))
 
 
 @mutant("handed-out")
@@ -126,7 +126,7 @@ def handed_out_before_the_last_chunk(plan: Plan) -> Iterator[Plan]:
 @mutant("handed-out")
 def handed_out_behind_its_signal(plan: Plan) -> Iterator[Plan]:
     for process, i, _ in steps(plan, Export):
-        yield move(plan, process, i, event(plan, process, Signal, "snapshot-has-pages"))
+        yield from (move(plan, process, i, at) for at in events(plan, process, Signal, "snapshot-has-pages"))
 
 
 @mutant("released")
