@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 64 << 20
-"""The states of a model of 3 B parameters are 45 GB: a minute of one core."""
+"""Small beside the states of a model of 3 B parameters, 45 GB, which are too much for one core."""
 
 
 def digest(*tensors: Tensor) -> str:

@@ -68,7 +68,7 @@ def _serve(link: ChildLink) -> None:
     _share(link, plan, state)
     ready = engine.ready()
     gc.collect()
-    gc.freeze()  # what is there now stays: to look through an engine's modules again and again takes tenths of a second
+    gc.freeze()  # what is there now stays, and is not looked through again and again beside the steps
     link.send(Ready(ready))
     while _obey(link, state, job):
         pass

@@ -2,7 +2,7 @@
 
     python -m rollplex.backends.cuda.bench '{"shape": {..}, "tp": 1, "share": 0.5, "decoding": true}'
     {"ask": "facts"}                                      {"device": "NVIDIA H200", "sms": 132, ..}
-    {"ask": "begin", "batch": 16, "context": 6000}        {}            and decodes until it is told to end
+    {"ask": "decode", "batch": 16, "context": 6000}       {"layers": 36}     and decodes until it is told to end
     {"ask": "mark"}   {"ask": "read"}                     {"count": 310, "seconds": 1.501}
 
 What is begun goes on between questions: a decode step or a prefix forward a time, each until the GPU is done with it;

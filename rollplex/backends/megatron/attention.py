@@ -1,10 +1,11 @@
 """Megatron's core attention over a shared prefix: what a query may see travels down with the call.
 
-mode       `attention_mask` of the layer call       keys of a query         a LayerIO, or rotary.Turning of one
+mode       `attention_mask` of the layer call       keys of a query
 off        None                                     its own sequence, causal
 capture    boundary.Capture: copies K, V         its own sequence, causal
 suffix     ReadPrefix                               the prefix, one copy for all responses, and its own response
 
+On a GPU each of them comes in a `rotary.Turning`, with the angles of the heads.
 Megatron hands `attention_mask` from a layer to its core attention untouched, also when a checkpoint runs the layer
 again in a backward; a mode kept in the module would by then be another one's.
 """

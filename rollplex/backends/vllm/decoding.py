@@ -145,7 +145,7 @@ class VllmDecoding:
         self._live(len(self._waiting) + sum(len(requests) for requests in self._behind.values()))
 
     def _keep(self, p: int, r: int, new: Any) -> None:
-        """Tokens that a response has beyond those that are there: as lists, tensors would cost a step a tenth."""
+        """Tokens that a response has beyond those that are there: as lists, which cost a step less than tensors."""
         tokens, logprobs = self._new.setdefault((p, r), ([], []))
         tokens += new.token_ids
         logprobs += [at[token].logprob for at, token in zip(new.logprobs, new.token_ids, strict=True)]
