@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from rollplex.ir.checker import check_plan
 from rollplex.ir.errors import JobError
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
@@ -158,6 +159,19 @@ def test_every_pass_has_a_name_a_sentence_and_a_fact() -> None:
     assert len(set(names)) == len(names) == 13
     assert all(type(p).__doc__ and p.makes.__doc__ for p in default_pipeline())
     assert all(p.makes.made_by == p.name for p in default_pipeline())  # type: ignore[attr-defined]
+
+
+def test_all_that_a_prefix_saves_is_dropped_where_the_job_asks_for_it_alone() -> None:
+    """The window of its backward has then room to make it again; unasked, a plan that drops it is refused."""
+    none = "roles.actor.recompute=none"
+    kept, dropped = (compiled(X8, none, f"roles.actor.prefix_saved={place}") for place in ("auto", "dropped"))
+    saved = dropped.object("actor.prefix_saved")
+    assert "dropped" not in kept.object("actor.prefix_saved").residency.values()
+    assert dropped.object("train.activations").bytes > saved.bytes / saved.slots
+    roles = {**dropped.job["roles"], "actor": {**dropped.job["roles"]["actor"], "prefix_saved": "auto"}}
+    unasked = dropped.model_copy(update={"job": {**dropped.job, "roles": roles}})
+    found = [v for v in check_plan(unasked) if "make all of it again" in v.message]
+    assert [(v.kind, v.object) for v in found] == [("asked", "actor.prefix_saved")]
 
 
 @pytest.mark.parametrize("overrides", [("roles.actor.prefix_saved=dropped",), ("cluster.host_memory_gb=700",)])

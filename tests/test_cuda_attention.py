@@ -81,6 +81,92 @@ def test_sequences_that_see_themselves(causal: bool) -> None:
         assert off(found.grad, right.grad) < 0.012
 
 
+def attended(t: int, p: int, *, slot: bool, room: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients of q, k and v, and attention written out; a slot's tail is finite and unlike its keys."""
+    from rollplex.backends.cuda.one_sequence import attend, attend_backward
+
+    torch.manual_seed(t)
+    heads, kv_heads, d = 16, 2, 128
+    q, grad = (torch.randn(t, heads, d, device="cuda").bfloat16() for _ in range(2))
+    if slot:
+        whole = [torch.randn(kv_heads, p + room, d, device="cuda").bfloat16() for _ in range(2)]
+        k, v = (x[:, :p] for x in whole)
+    else:
+        k, v = (torch.randn(p, kv_heads, d, device="cuda").bfloat16() for _ in range(2))
+    found = attend(q, k, v, d**-0.5, slot=slot)
+    got = [found.out, *attend_backward(grad, q, k, v, found, d**-0.5, slot=slot)]
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.transpose(0, 1) if slot else x for x in exact[1:])
+    scores = torch.einsum("qhd,khd->hqk", exact[0], wide_k.repeat_interleave(8, 1)) * d**-0.5
+    if not slot:
+        hidden = torch.ones(t, p, dtype=torch.bool, device="cuda").tril().logical_not()
+        scores = scores.masked_fill(hidden, float("-inf"))
+    wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_v.repeat_interleave(8, 1))
+    wanted.backward(grad.double())
+    return got, [wanted, *(x.grad for x in exact if x.grad is not None)]
+
+
+@pytest.mark.parametrize("t", [2, 700, 1024, 1030])
+def test_a_long_prompt_sees_itself(t: int) -> None:
+    """Lengths that share a graph, and one behind it."""
+    for found, right in zip(*attended(t, t, slot=False), strict=True):
+        assert off(found, right) < 0.012
+
+
+@pytest.mark.parametrize("room", [0, 200])
+def test_responses_over_a_slot_with_room_behind_its_keys(room: int) -> None:
+    for found, right in zip(*attended(300, 520, slot=True, room=room), strict=True):
+        assert off(found, right) < 0.012
+
+
+@pytest.mark.parametrize("slot", [False, True])
+def test_a_backward_has_the_same_bits_each_time(slot: bool) -> None:
+    first, second = (attended(2000, 2000, slot=slot)[0] for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("slot", [False, True])
+def test_where_too_much_would_be_summed_apart_another_backward_goes_on(
+    monkeypatch: pytest.MonkeyPatch, slot: bool
+) -> None:
+    from rollplex.backends.cuda import one_sequence
+
+    monkeypatch.setattr(one_sequence, "sums_apart", lambda *_: False)
+    for found, right in zip(*attended(300, 300, slot=slot), strict=True):
+        assert off(found, right) < 0.012
+
+
+def test_what_a_backward_takes_is_what_a_plan_counts() -> None:
+    """Beside its outputs: the sums of blocks of keys."""
+    from rollplex.backends.activations import HEAD_ROW_BYTES, KEY_BLOCK
+    from rollplex.backends.cuda.one_sequence import attend, attend_backward
+
+    t, heads, kv_heads, d = 2048, 16, 2, 128
+    q, k, v = (torch.randn(t, n, d, device="cuda").bfloat16() for n in (heads, kv_heads, kv_heads))
+    found = attend(q, k, v, d**-0.5, slot=False)
+    attend_backward(q, q, k, v, found, d**-0.5, slot=False)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend_backward(q, q, k, v, found, d**-0.5, slot=False)
+    outputs = 2 * (q.numel() + k.numel() + v.numel())
+    planned = heads * ((t // KEY_BLOCK * t + t) * HEAD_ROW_BYTES + 4 * t)
+    assert torch.cuda.max_memory_allocated() - before - outputs <= planned
+
+
+def test_attention_runs_on_a_part_of_the_gpu() -> None:
+    """cuDNN's handle belongs to the whole device, the stream to a green context."""
+    from rollplex.backends.cuda.one_sequence import attend
+    from rollplex.backends.cuda.partition import Partition
+
+    q, k, v = (torch.randn(1500, n, 128, device="cuda").bfloat16() for n in (16, 2, 2))
+    whole = attend(q, k, v, 0.1, slot=False).out
+    with Partition(0, 32)():
+        part = attend(q, k, v, 0.1, slot=False).out
+    torch.cuda.synchronize()
+    assert torch.equal(whole, part)
+
+
 def test_a_megatron_layer_sees_on_a_gpu_what_it_sees_on_a_host() -> None:
     """The prefix's causal attention and the suffix over it, in bfloat16 on both."""
     from rollplex.backends.megatron.attention import ReadPrefix

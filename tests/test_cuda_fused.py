@@ -56,3 +56,22 @@ def test_bfloat16_is_rounded_once() -> None:
     torch.testing.assert_close(rotate(x, angles.cos(), angles.sin()), exact, rtol=0, atol=0)
     gate, up = both.float().chunk(2, dim=-1)
     torch.testing.assert_close(swiglu(both), (silu(gate) * up).bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(("heads", "d", "more"), [(16, 128, 0), (28, 128, 600), (5, 80, 27)])
+def test_two_sets_of_keys_are_merged_as_one_softmax(heads: int, d: int, more: int) -> None:
+    """Log-sum-exps of the second lie in rows with room behind them."""
+    from rollplex.backends.cuda.fused import merge
+
+    tokens = 33
+    outs, sums = (
+        [drawn(tokens, heads, d + i)[..., :d].contiguous() for i in range(2)],
+        [drawn(heads, tokens), drawn(heads, tokens + more)],
+    )
+    shares = torch.stack([sums[0], sums[1][:, :tokens]]).softmax(0).transpose(1, 2)[..., None]
+    wanted = outs[0] * shares[0] + outs[1] * shares[1]
+    both = torch.logaddexp(sums[0], sums[1][:, :tokens])
+    found, rows = merge(outs[0], sums[0], outs[1], sums[1])
+    torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(rows[:, :tokens], both, rtol=EXACT, atol=EXACT)
+    assert rows.shape == sums[1].shape

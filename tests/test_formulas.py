@@ -40,6 +40,7 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("grpo", X32, (*POOLS, "roles.actor.rollout.mm_encoder_tp_mode=weights")),
     ("grpo", X32, (*CUT, *UNFUSED, "roles.actor.recompute=none")),
     ("grpo", X32, ("roles.actor.train.distributed_optimizer=true", "roles.actor.freeze=[]")),
+    ("grpo", X32, ("roles.actor.recompute=none", "roles.actor.prefix_saved=dropped")),
     ("grpo", X32, ("roles.actor.recompute=selective", *UNFUSED)),
     ("gspo", MOE, (*SPREAD, "roles.actor.train.distributed_optimizer=true")),
     ("gspo", MOE, ("roles.actor.train.pipeline_parallel=2", "roles.actor.recompute=none")),

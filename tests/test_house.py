@@ -21,7 +21,13 @@ SOURCES = sorted(p for d in ("rollplex", "tools", "examples", "tests") for p in 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Distribution -> module, where the names differ.
-MODULES = {"pyyaml": "yaml", "pillow": "PIL", "megatron-core": "megatron", "cuda-python": "cuda"}
+MODULES = {
+    "pyyaml": "yaml",
+    "pillow": "PIL",
+    "megatron-core": "megatron",
+    "cuda-python": "cuda",
+    "nvidia-cudnn-frontend": "cudnn",
+}
 
 
 def name_of(path: Path) -> str:

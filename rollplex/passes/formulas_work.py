@@ -209,15 +209,29 @@ def _suffix(work: Work) -> Formula:
     t = Tokens(work, work.prompt_tokens + work.response_tokens)
     again = (t.layer() if work.recompute else NOTHING) + n(2) * t.scores()
     layer = t.kept(work.layers_in_flight) + again + t.in_flight()
-    return _tokens(tokens) * layer + _head(work, tokens) + _sent(work, tokens)
+    alone = largest(_head(work, tokens), part("suffix sums apart", _sums_apart(work, tokens, work.prompt_tokens)))
+    return _tokens(tokens) * layer + alone + _sent(work, tokens)
+
+
+def _sums_apart(work: Work, queries: int, keys: int) -> Formula:
+    """What the backward of fused attention sums apart: by blocks of keys, where that is too much by SMs."""
+    if work.unfused or not queries:
+        return NOTHING
+    heads, rows = -(-work.spec.heads // work.tp), -(-queries // 1024) * 1024
+    row = n(128, "head") * n(4, "B")
+    blocks = n(-(-keys // 256), "blocks of keys") * _tokens(rows) + n(keys, "keys")
+    apart = n(heads, "heads") * (blocks * row + _tokens(rows) * n(4, "B"))
+    return apart if apart.value <= 2 * 2**30 else n(132 + heads, "SMs and heads") * _tokens(rows) * row
 
 
 def _prefix_backward(work: Work) -> Formula:
     t, tokens = Tokens(work, work.prompt_tokens), work.local(work.prompt_tokens)
     layer = t.layer() + n(2) * t.layer_input() + n(2) * t.scores() + t.in_flight()
     tower = (10, 4 if work.spec.moe else 7)
-    language = _tokens(tokens) * layer + _sent(work, tokens)
-    return largest(language, patches_bytes(work, tower) if work.vision_grad else NOTHING)
+    apart = part("prefix sums apart", _sums_apart(work, tokens, work.prompt_tokens))
+    language = _tokens(tokens) * layer + apart + _sent(work, tokens)
+    again = part("made again", megatron_saved(work)) if work.dropped else NOTHING
+    return again + largest(language, patches_bytes(work, tower) if work.vision_grad else NOTHING)
 
 
 def megatron_whole(work: Work) -> Formula:

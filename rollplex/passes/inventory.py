@@ -144,14 +144,22 @@ class Inventory(WeightRows):
             )  # fmt: skip
 
     def _saved_places(self, role: str) -> frozenset[Residency]:
-        """What is dropped is made again through the tower, which only the policy's is sure to be there for."""
+        """What is dropped is made again through the tower, which only the policy's is sure to be there for.
+
+        On a GPU all that a prefix saves is too much to drop unasked: no window has room to make it again.
+        """
         wanted, own = self.job.roles[role].prefix_saved, role != self.job.policy and not shares_tower(self.job, role)
         places: tuple[Residency, ...] = ("hbm", "host", "dropped")
         if self.off("state_offload"):
             places = ("hbm",)
-        elif own and not trains_vision(self.job, role) and wanted == "auto":
+        elif wanted == "auto" and self._needs_room(role, own):
             places = ("hbm", "host")
         return frozenset(p for p in places if wanted in ("auto", p))
+
+    def _needs_room(self, role: str, own: bool) -> bool:
+        """Whether a window needs room for what is made again, which only a job that asks for it gives."""
+        everything = not self.job.on_host and self.job.roles[role].recompute != "full"
+        return everything or (own and not trains_vision(self.job, role))
 
     def _workspaces(self) -> Iterator[StateObject]:
         job = self.job

@@ -4,8 +4,9 @@
                                          x  [ each response's own K, V ]     part B: causal, variable lengths
     merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
 
-Keys and values have as many heads as the model has KV heads: the kernel groups queries by itself. Of bfloat16 and
-float16 only, as the kernel is. On a host the same is done by training/attention.py, sequences side by side.
+Many sequences are FlashAttention's, one long one (part A, a whole prompt) is one_sequence.py's. Keys and values have as
+many heads as the model has KV heads: kernels group queries by themselves. Of bfloat16 and float16 only, as the kernels
+are. On a host the same is done by training/attention.py, sequences side by side.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from rollplex.backends.cuda import one_sequence
+from rollplex.backends.cuda.one_sequence import Attended
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
@@ -43,6 +47,8 @@ def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: f
 
     Windows of a vision tower, frames, or whole prompts; autograd knows the kernel's backward.
     """
+    if causal and len(lengths.bounds) == 2:
+        return one_sequence.causal(query, key, value, scale)
     return _attend(query, key, value, lengths, lengths, scale, causal)[0]
 
 
@@ -71,11 +77,11 @@ class _AfterPrefix(torch.autograd.Function):
         lengths: Lengths,
         scale: float,
     ) -> Tensor:
-        out, lse, *own_rng = _attend(q, k, v, lengths, lengths, scale, True)
-        shared_k, shared_v = (x.transpose(0, 1) for x in (prefix_k, prefix_v))
-        out_a, lse_a, *shared_rng = _attend(q, shared_k, shared_v, _one(q), _one(shared_k), scale, False)
-        out, lse = _merge(out, lse, out_a, lse_a)
-        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse, lengths.bounds, *own_rng, *shared_rng)
+        q = q.contiguous()
+        out, lse, *rng = _attend(q, k, v, lengths, lengths, scale, True)
+        shared = one_sequence.attend(q, prefix_k, prefix_v, scale, slot=True)
+        out, lse = _merge(out, lse, shared)
+        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse, lengths.bounds, *rng)
         ctx.longest, ctx.scale = lengths.longest, scale
         return out
 
@@ -83,15 +89,12 @@ class _AfterPrefix(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, prefix_k, prefix_v, out, lse, bounds, *rng = ctx.saved_tensors
         grad, longest, scale = grad_outputs[0].contiguous(), ctx.longest, ctx.scale
-        dq, dk, dv = _backward(
-            grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, *rng[:2], scale=scale
+        rows = lse[:, : q.shape[0]].contiguous()
+        dq, dk, dv = _backward(grad, q, k, v, out, rows, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale)
+        dq_a, dk_a, dv_a = one_sequence.attend_backward(
+            grad, q, prefix_k, prefix_v, Attended(out, lse), scale, slot=True
         )
-        shared_k, shared_v = (x.transpose(0, 1) for x in (prefix_k, prefix_v))
-        (all_of, t), (shared_of, p) = _one(q), _one(shared_k)
-        dq_a, dk_a, dv_a = _backward(
-            grad, q, shared_k, shared_v, out, lse, all_of, shared_of, t, p, 0.0, False, *rng[2:], scale=scale
-        )
-        return dq + dq_a, dk, dv, dk_a.transpose(0, 1), dv_a.transpose(0, 1), None, None
+        return dq + dq_a, dk, dv, dk_a, dv_a, None, None
 
 
 def _attend(
@@ -105,14 +108,8 @@ def _attend(
     return out, lse, first, second
 
 
-def _one(packed: Tensor) -> Lengths:
-    """All of it as one sequence; made on the GPU, which nobody waits for."""
-    t = packed.shape[0]
-    return Lengths(torch.arange(0, 2 * t, t, device=packed.device, dtype=torch.int32), t)
+def _merge(out: Tensor, lse: Tensor, other: Attended) -> tuple[Tensor, Tensor]:
+    """Softmax over two disjoint sets of keys."""
+    from rollplex.backends.cuda.fused import merge  # Triton is there where a GPU is
 
-
-def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over two disjoint sets of keys: outputs [t, heads, d] in their own dtype, log-sum-exps [heads, t]."""
-    both = torch.logaddexp(lse, other_lse)
-    share, rest = ((x - both).exp().t()[..., None] for x in (lse, other_lse))
-    return (out * share + other * rest).to(out.dtype), both
+    return merge(out, lse, other.out, other.lse)

@@ -1,4 +1,4 @@
-"""What lies between a layer's GEMMs and its attention, in one kernel each: rotary embeddings and SwiGLU.
+"""What lies between a layer's GEMMs and its attention, in one kernel each: rotary embeddings, merging, SwiGLU.
 
 torch's own operators write and read a layer's widest tensors again for every product and sum. Triton comes with torch's
 CUDA builds. Arithmetic is float32, rounded once.
@@ -29,10 +29,24 @@ def swiglu(both: Tensor) -> Tensor:
     return _SwiGLU.apply(both)
 
 
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys: outputs [t, heads, d], contiguous, and log-sum-exps, float32.
+
+    Those are [heads, t or more]; what is returned has the second's room, and nothing behind its t rows.
+    """
+    tokens, heads, d = out.shape
+    found, rows = torch.empty_like(out), torch.empty_like(other_lse)
+    blocks = {"HEADS": triton.next_power_of_2(heads), "WIDTH": triton.next_power_of_2(d)}
+    given = (out, lse, other, other_lse, found, rows, lse.stride(0), other_lse.stride(0), heads, d)
+    _launch(_merge, (tokens,), *given, **blocks)
+    return found, rows
+
+
 def check_kernels(device: torch.device) -> None:
     """Launch each once, before a step does: the first launch compiles. EngineError where this machine cannot."""
     try:
         heads, angles = torch.zeros(1, 2, 16, device=device), torch.ones(1, 8, device=device)
+        merge(heads, angles[:, :2].t(), heads, angles[:, :2].t())
         swiglu(rotate(heads, angles, angles)).sum().item()
     except (OSError, RuntimeError) as err:
         what = f"Triton cannot make its kernels: {str(err).splitlines()[0]}"
@@ -115,6 +129,34 @@ def _rotate(
     target = out + (token * heads + head) * (2 * half) + at
     tl.store(target, first * c - second * s, mask=inside)
     tl.store(target + half, second * c + first * s, mask=inside)
+
+
+@triton.jit
+def _merge(
+    out: tl.tensor,
+    lse: tl.tensor,
+    other: tl.tensor,
+    other_lse: tl.tensor,
+    found: tl.tensor,
+    rows: tl.tensor,
+    of_lse: tl.tensor,
+    of_other: tl.tensor,
+    heads: tl.tensor,
+    d: tl.tensor,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    token, head = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)
+    first = tl.load(lse + head * of_lse + token, mask=head < heads, other=0.0)
+    second = tl.load(other_lse + head * of_other + token, mask=head < heads, other=0.0)
+    most = tl.maximum(first, second)
+    both = most + tl.log(tl.exp(first - most) + tl.exp(second - most))
+    tl.store(rows + head * of_other + token, both, mask=head < heads)
+    at = (token * heads + head[:, None]) * d + tl.arange(0, WIDTH)[None, :]
+    inside = (head[:, None] < heads) & (tl.arange(0, WIDTH)[None, :] < d)
+    own = tl.load(out + at, mask=inside).to(tl.float32) * tl.exp(first - both)[:, None]
+    seen = tl.load(other + at, mask=inside).to(tl.float32) * tl.exp(second - both)[:, None]
+    tl.store(found + at, own + seen, mask=inside)
 
 
 @triton.jit

@@ -118,7 +118,8 @@ class MegatronFacts:
         tokens, context = self._suffix_tokens(work), work.context + work.response_tokens
         layer = a.backward_bytes(work, context) + _gated_backward(work, work.spec.ffn // work.tp)
         step = tokens * (self._kept(work, context, work.layers_in_flight) + layer)
-        return step + self._head(work, tokens) + self._sent(work, tokens)
+        apart = a.backward_sums_bytes(work, tokens, work.context)
+        return step + max(self._head(work, tokens), apart) + self._sent(work, tokens)
 
     def _kept(self, work: Work, context: int, layers: int) -> int:
         """What layers keep of a token: their inputs under recomputation, everything otherwise."""
@@ -130,7 +131,9 @@ class MegatronFacts:
         vision = work.patches * (block + _gated_backward(work, v.ffn)) if v and work.vision_grad else 0
         layer = a.layer_bytes(work, context) + 2 * a.layer_input_bytes(work) + 2 * a.scores_bytes(work, context)
         layer += _gated_backward(work, work.spec.ffn // work.tp)
-        return max(tokens * layer + self._sent(work, tokens), vision)
+        apart = a.backward_sums_bytes(work, tokens, context)
+        again = self.prefix_saved_bytes(work) if work.dropped else 0
+        return again + max(tokens * layer + apart + self._sent(work, tokens), vision)
 
     def _suffix_tokens(self, work: Work) -> int:
         return work.responses * work.local(work.response_tokens)

@@ -57,9 +57,10 @@ class MegatronModel:
         self.frozen = frozenset(frozen)
         device = pages["language"].device
         if device.type == "cuda":
-            from rollplex.backends.cuda.fused import check_kernels  # Triton is there where a GPU is
+            from rollplex.backends.cuda import fused, one_sequence  # Triton is there where a GPU is
 
-            check_kernels(device)
+            fused.check_kernels(device)
+            one_sequence.check(device)
         self.model = build_model(spec, dtype, self.group, self.stored, sequence_parallel, device)
         self.order = parameters(self.spec, self.group.size(), self.group.rank(), self.stored)
         slabs = {"language": slab or Slab(), "vision": Slab()}

@@ -107,6 +107,8 @@ def _filled_part(slot: Tensor, prompt: Prompt, before: int) -> Tensor:
             where=prompt.row,
             hint="raise workload.prompt_tokens, or lower frames or max_pixels",
         )
+    if slot.is_cuda:  # its kernels read the rest of the slot, though it weighs nothing: it must be finite
+        slot[:, :, :, tokens:].zero_()
     return slot[:, :, :, :tokens]
 
 
