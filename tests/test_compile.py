@@ -170,7 +170,7 @@ def test_all_that_a_prefix_saves_is_dropped_where_the_job_asks_for_it_alone() ->
     assert dropped.object("train.activations").bytes > saved.bytes / saved.slots
     roles = {**dropped.job["roles"], "actor": {**dropped.job["roles"]["actor"], "prefix_saved": "auto"}}
     unasked = dropped.model_copy(update={"job": {**dropped.job, "roles": roles}})
-    found = [v for v in check_plan(unasked) if "make all of it again" in v.message]
+    found = [v for v in check_plan(unasked) if "make all of it again" in v.what]
     assert [(v.kind, v.object) for v in found] == [("asked", "actor.prefix_saved")]
 
 
