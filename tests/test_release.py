@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 from functools import cache
 from itertools import accumulate
@@ -35,6 +36,7 @@ from rollplex.ir.releasing import stretches
 from rollplex.ir.steps import MapPart, Step, Unmap, UnmapPart, UpdateChunk
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
+from rollplex.show.html.page import html_page
 from rollplex.show.page import plan_page
 
 torch.set_num_threads(1)
@@ -309,6 +311,18 @@ def test_the_page_says_that_it_comes_in_parts() -> None:
     assert any(line.startswith("* used") and line.endswith("part: comes or goes in parts") for line in lines)
     assert any("in flight, snapshot released and back in 4 parts" in line for line in lines)
     assert not any("in parts" in text.plain for text in plan_page(plan_of("keep")))
+
+
+def test_the_browsers_page_says_so_too() -> None:
+    """The same words and marks, where they belong: the contract's row and legend, the chunks."""
+    page, kept = html_page(plan_of()), html_page(plan_of("keep"))
+    (row,) = (row for row in page.split("<tr>") if f'title="{SNAPSHOT}:' in row and "at-hbm" in row)
+    cells = re.findall(r'class="at-hbm">([^<]*)</td>', row)
+    assert cells[-2:] == ["part \u2022", "HBM \u2022"]
+    assert "drop: to be made again; part: comes or goes in parts</p>" in page
+    assert "in flight, snapshot released and back in 4 parts</dd>" in page
+    assert "part: comes" not in kept
+    assert "snapshot released" not in kept
 
 
 def test_another_place_is_priced_beside_the_release() -> None:
