@@ -122,7 +122,7 @@ class InThreads:
         assert isinstance(train, TrainEngine)
         assert isinstance(rollout, RolloutEngine)
         for name, fds in train.export().items():
-            rollout.adopt(name, fds)
+            rollout.adopt(name, fds, "start")
         self.train, self.rollout = train, rollout
         processes = (CONTROLLER, TRAIN, ROLLOUT)
         self.log = MemoryLog()

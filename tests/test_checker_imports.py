@@ -106,7 +106,8 @@ def test_an_iteration_cannot_begin_unbound() -> None:
     _, wrong = bindings([At("rollout", 3, back), At("rollout", 7, away)])
     assert [v.kind for v in wrong] == ["import-start"]
     assert str(wrong[0]) == (
-        "rollout step 3 (map actor.snapshot) in P1 decode: actor.snapshot is imported since before the iteration\n"
+        "rollout step 3 (map actor.snapshot (imported)) in P1 decode: "
+        "actor.snapshot is imported since before the iteration\n"
         "    rule import-start: what a process imports has pages when an iteration starts, and is bound (design 6)\n"
         "    try: let the reader unmap it before it maps it again"
     )

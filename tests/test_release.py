@@ -26,14 +26,16 @@ from rollplex import api
 from rollplex.backends.megatron import memory as megatron_memory
 from rollplex.backends.megatron.memory import Slab
 from rollplex.backends.megatron.names import Stored, parameters
+from rollplex.backends.memory.fds import close_all
 from rollplex.ir.checker import check_plan
-from rollplex.ir.errors import JobError
+from rollplex.ir.errors import JobError, PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.job_checks import check_job
 from rollplex.ir.job_file import change_job
 from rollplex.ir.plan import Plan
 from rollplex.ir.releasing import stretches
-from rollplex.ir.steps import MapPart, Step, Unmap, UnmapPart, UpdateChunk
+from rollplex.ir.steps import Map, MapPart, Step, Unmap, UnmapPart, UpdateChunk
+from rollplex.runtime.executor import execute
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
 from rollplex.show.html.page import html_page
@@ -302,6 +304,19 @@ def test_processes_take_the_same_steps_with_pages_that_are_passed_again(train: i
     assert found.digests == stays.digests
     both = [(r.final / "model.safetensors").read_bytes() for r in (found, stays)]
     assert both[0] == both[1]
+
+
+def test_a_map_of_what_another_process_owns_says_what_it_is() -> None:
+    """By its step, as every other: at the start of a run imports are bound by none."""
+    run = InThreads(plan_of(), {"reward": luck})
+    state, pages = run.states[ROLLOUT], run.train.objects.handed_out(SNAPSHOT)
+    run.meeting.pages[SNAPSHOT] = pages
+    with pytest.raises(
+        PlanError, match=r"rollout 0.*: map actor.snapshot \(imported\): actor.snapshot is mapped already"
+    ):
+        execute(state, Map(window="P3 publish", object=SNAPSHOT, imported=True))
+    close_all(pages)
+    run.close()
 
 
 def test_the_page_says_that_it_comes_in_parts() -> None:

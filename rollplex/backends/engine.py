@@ -179,8 +179,11 @@ class Engine(Tasks, Protocol):
         """Pages, as descriptors, of the objects that other processes read; once, after the start."""
         ...
 
-    def adopt(self, name: str, fds: Sequence[int]) -> None:
-        """Bind the pages of an object that another process owns: at the start, and again when it has new ones."""
+    def adopt(self, name: str, fds: Sequence[int], step: str) -> None:
+        """Bind the pages of an object that another process owns: at the start, and again when it has new ones.
+
+        `step` is the step's text, for messages.
+        """
         ...
 
     def ready(self) -> dict[str, Any]:

@@ -247,6 +247,8 @@ def describe(step: Step) -> str:
             return f"{step.kind} {step.event}"
         case Barrier():
             return f"barrier {step.name}"
+        case Map(imported=True) | Unmap(imported=True):
+            return f"{step.kind} {step.object} (imported)"
         case MapPart() | UnmapPart():
             return f"{step.kind} {step.object} [{step.start}, {step.stop})"
         case Exchange():

@@ -68,7 +68,7 @@ def execute(state: ProcessState, step: Step) -> None:
             state.memory.objects.map(name, text)
             state.produced.discard(name)
         case Map(object=name):  # imported pages stay, unless their owner lets them go (paper section 3.2)
-            state.memory.adopt(name, state.link.pages(name))
+            state.memory.adopt(name, state.link.pages(name), text)
             state.produced.add(name)
         case Unmap(object=name):
             state.memory.objects.unmap(name, text)

@@ -168,7 +168,7 @@ class PlannedObjects:
         """New descriptors of an object's pages, all of which are there."""
         return self._arenas[name].export()
 
-    def adopt(self, name: str, fds: Sequence[int], owner: str, step: str = "start") -> None:
+    def adopt(self, name: str, fds: Sequence[int], owner: str, step: str) -> None:
         """Bind another process' pages, read-only."""
         self._store.adopt(name, fds, owner, step)
 

@@ -99,7 +99,7 @@ class TrainEngine:
             found[snapshot].append(self._publication.page.export())
         return found
 
-    def adopt(self, name: str, fds: Sequence[int]) -> None:
+    def adopt(self, name: str, fds: Sequence[int], step: str) -> None:
         raise AssertionError("a training rank owns what it reads")
 
     def ready(self) -> dict[str, Any]:
