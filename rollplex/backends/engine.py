@@ -190,6 +190,10 @@ class Engine(Tasks, Protocol):
         """All pages are bound: make what depends on them; facts about the engine for the report."""
         ...
 
+    def may_begin(self, step: Run) -> bool:
+        """Whether the plan's sharing of the GPU lets a task begin now; where not, it does when other work goes on."""
+        ...
+
     def exchange(self, step: Exchange) -> None:
         """A collective of the rank's group."""
         ...

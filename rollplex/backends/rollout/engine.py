@@ -106,6 +106,9 @@ class RolloutEngine:
         self._rounds = SampledRounds()
         self._done.clear()
 
+    def may_begin(self, step: Run) -> bool:
+        return True
+
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"
         (prompts,) = (inputs[name] for name in step.inputs)

@@ -164,6 +164,9 @@ class TrainEngine:
 
     # ---- tasks
 
+    def may_begin(self, step: Run) -> bool:
+        return step.task != "prefix" or self._beside.may_begin()
+
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         inputs = self._work.of_taken(inputs)
         match step.task:
