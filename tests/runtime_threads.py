@@ -66,7 +66,10 @@ class ThreadLink:
     def stage(self, lane: str, text: str) -> None:
         pass
 
-    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
+    def hold(self, waiting: bool) -> None:
+        pass
+
+    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int, held_ns: int) -> None:
         pass
 
     def signal(self, event: str, values: Values) -> None:
@@ -122,7 +125,7 @@ class InThreads:
         assert isinstance(train, TrainEngine)
         assert isinstance(rollout, RolloutEngine)
         for name, fds in train.export().items():
-            rollout.adopt(name, fds)
+            rollout.adopt(name, fds, "start")
         self.train, self.rollout = train, rollout
         processes = (CONTROLLER, TRAIN, ROLLOUT)
         self.log = MemoryLog()

@@ -30,7 +30,7 @@ from rollplex.ir.calibration import Shape, read_calibration
 from rollplex.ir.errors import EngineError, JobError, RunError
 from rollplex.ir.job import Job, load_job
 from rollplex.runtime.calibrate import command, station
-from rollplex.runtime.calibrate.command import check_gpu, check_job, check_place, write_whole, written
+from rollplex.runtime.calibrate.command import check_gpu, check_job, check_place, check_sms, write_whole, written
 from rollplex.runtime.calibrate.grid import Grid
 from rollplex.runtime.calibrate.measure import Measurement
 from rollplex.runtime.calibrate.station import StationProcess
@@ -249,6 +249,18 @@ def test_another_gpu_than_the_jobs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no GPU that CUDA sees"):
         check_gpu(job, "")
     assert check_gpu(job_of(tmp_path, "cluster.gpu=A100-80"), "NVIDIA A100-SXM4-80GB") == "A100-80"
+
+
+def test_a_gpu_with_other_sms_than_the_table_is_refused(tmp_path: Path) -> None:
+    """Before anything is measured: a slice of a GPU, or another make of it."""
+    job = job_of(tmp_path)
+    check_sms(job, "NVIDIA H200", 132)
+    with pytest.raises(RunError) as caught:
+        check_sms(job, "NVIDIA H200 MIG 3g.71gb", 60)
+    assert str(caught.value) == (
+        "cluster.gpu: NVIDIA H200 MIG 3g.71gb has 60 SMs, the table of GPUs has H200 with 132\n"
+        "    try: calibrate a whole GPU (no MIG slice), of the make that `rollplex gpus` lists"
+    )
 
 
 def test_a_job_that_says_nothing_of_a_gpu_is_refused(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ def faults() -> Iterator[tuple[str, str, Plan]]:
     yield "never let go", "not-imported", put(plan, "rollout", leave)
     yield "never let go: the next iteration imports again", "end-state", put(plan, "rollout", leave)
     yield "let go and never bound again", "end-state", put(plan, "rollout", enter)
+    yield (
+        "bound again before it is let go",
+        "import-start",
+        put(put(plan, "rollout", enter, let_go), "rollout", leave, taken),
+    )
     yield "let go twice", "not-held", put(plan, "rollout", leave, let_go, let_go)
     yield "let go before the read", "not-imported", insert(put(plan, "rollout", leave), "rollout", leave - 1, let_go)
     yield "imported twice", "double-map", put(plan, "rollout", enter, taken, taken)
@@ -92,6 +97,20 @@ def test_contents_must_be_there_when_a_reader_uses_them() -> None:
     plan = insert(plan, "rollout", 0, wait.model_copy(update={"event": "remapped"}))
     found = {v.kind for v in check_plan(plan) if v.at and v.at.process == "rollout"}
     assert found == {"not-produced"}
+
+
+def test_an_iteration_cannot_begin_unbound() -> None:
+    """map | unmap: `run` binds imports before the first iteration, and would find the pages mapped."""
+    window = "P1 decode"
+    back, away = (kind(window=window, object=SNAPSHOT, imported=True) for kind in (Map, Unmap))
+    _, wrong = bindings([At("rollout", 3, back), At("rollout", 7, away)])
+    assert [v.kind for v in wrong] == ["import-start"]
+    assert str(wrong[0]) == (
+        "rollout step 3 (map actor.snapshot (imported)) in P1 decode: "
+        "actor.snapshot is imported since before the iteration\n"
+        "    rule import-start: what a process imports has pages when an iteration starts, and is bound (design 6)\n"
+        "    try: let the reader unmap it before it maps it again"
+    )
 
 
 def test_bindings() -> None:

@@ -16,6 +16,8 @@ import torch
 
 from rollplex.backends.base import Arena, Memory
 from rollplex.backends.memory.fds import close_all
+from rollplex.backends.memory.ledger import Ledger
+from rollplex.backends.memory.objects import ObjectStore, StoredObject
 from rollplex.ir.errors import OutOfMemory, PlanError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and cuda-python")
@@ -193,6 +195,26 @@ def test_a_full_gpu_is_an_error_and_leaves_nothing(memory: Memory) -> None:
         arena.map()
     assert "try: free memory on this GPU" in str(error.value)
     assert not arena.mapped
+    assert free() == before
+
+
+def test_blocks_that_torch_keeps_make_way_for_pages(memory: Memory) -> None:
+    """torch's allocator has a freed block of half the GPU: pages of two thirds come once it has handed it back."""
+    from rollplex.backends.cuda.device import CudaDevice
+
+    store = ObjectStore(Ledger.create("gpu0", 1 << 50, process="train0"), CudaDevice(0))
+    torch.cuda.empty_cache()
+    before = free()
+    part = before * 2 // 3 // MIB * MIB
+    store.add([StoredObject("w", "regenerable", part, memory.reserve("w", part, cuts=(64 * MIB,)))])
+    del (block := [torch.empty(before // 2, dtype=torch.uint8, device="cuda")])[0]
+    assert not block
+    assert free() < part
+    store.map_part("w", 0, 64 * MIB, "map_part w")
+    assert free() < part - 64 * MIB  # there was room: nothing is handed back
+    store.map_part("w", 64 * MIB, part, "map_part w")
+    assert before - free() == part
+    store.close()
     assert free() == before
 
 

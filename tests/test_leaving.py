@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from runtime_threads import TRAIN, InThreads
 from runtime_tiny import luck, tiny_plan
 
+from rollplex.backends.memory.host import HostDevice
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StoredObject
@@ -219,7 +220,7 @@ def test_the_ends_of_a_graph_are_what_its_backward_adds_to() -> None:
 def test_parts_of_an_object_leave_one_by_one() -> None:
     """Bytes, pages and the ledger follow; the host copy is valid with the last of them."""
     ledger = Ledger.create("gpu0", 1 << 20, process="train0")
-    memory, store = HostMemory(), ObjectStore(ledger)
+    memory, store = HostMemory(), ObjectStore(ledger, HostDevice())
     pool = PinnedPool(memory, [Place("g", 4096, 3 * 4096)], Ledger.create("host", 1 << 20, process="train0"))
     arena = memory.reserve("g", 3 * 4096, cuts=(4096, 8192))
     store.add([StoredObject("g", "phase-local", 3 * 4096, arena, pool.slot("g"))])
@@ -246,7 +247,7 @@ def test_parts_of_an_object_leave_one_by_one() -> None:
 def test_parts_of_an_object_come_one_by_one() -> None:
     """Bytes, pages and the ledger follow; it is exported whole, and a part that is there is refused."""
     ledger = Ledger.create("gpu0", 3 * 4096, process="train0")
-    memory, store = HostMemory(), ObjectStore(ledger)
+    memory, store = HostMemory(), ObjectStore(ledger, HostDevice())
     arena, reader = (memory.reserve("w", 3 * 4096, cuts=(4096, 8192)) for _ in range(2))
     store.add([StoredObject("w", "regenerable", 3 * 4096, arena)])
     store.map_part("w", 4096, 8192, "map_part w")
@@ -274,7 +275,7 @@ def test_parts_of_an_object_come_one_by_one() -> None:
 
 def test_a_part_that_has_no_room_is_refused_and_nothing_is_mapped() -> None:
     ledger = Ledger.create("gpu0", 4096, process="train0")
-    store = ObjectStore(ledger)
+    store = ObjectStore(ledger, HostDevice())
     arena = HostMemory().reserve("w", 2 * 4096, cuts=(4096,))
     store.add([StoredObject("w", "regenerable", 2 * 4096, arena)])
     store.map_part("w", 0, 4096, "map_part w")

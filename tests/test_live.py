@@ -12,19 +12,32 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 from mutants.plans import SOLVED
+from runtime_threads import TRAIN
+from runtime_tiny import tiny_plan
 
 from rollplex.backends.device import Device
+from rollplex.backends.engine import Tasks
 from rollplex.backends.live import FULL, LiveBatch
 from rollplex.backends.memory.host import HostDevice
 from rollplex.backends.training.beside import Beside
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job, load_job
+from rollplex.ir.plan import Plan
 from rollplex.ir.planned_sharing import Policy, PolicyRow
+from rollplex.ir.steps import Run
+from rollplex.runtime.controller import Controller
+from rollplex.runtime.crew import Crew
+from rollplex.runtime.holding import await_turn
+from rollplex.runtime.patience import Silence
+from rollplex.runtime.protocol import Entered, Held, Message
+from rollplex.runtime.state import ProcessState
 
 
 @dataclass
@@ -64,9 +77,28 @@ def beside(policy: Policy, tmp_path: Path, parts: Parts) -> tuple[Beside, LiveBa
 def run_on(here: Beside, parts: Parts) -> int:
     """The SMs that a prompt ran on; 0: no partition."""
     parts.on.clear()
+    assert here.may_begin()
     with here.prompt():
         pass
     return parts.on[0] if parts.on else 0
+
+
+@dataclass
+class Process:
+    """A process that runs one prefix when the executor lets it; what its link hears of waiting, and how long it was."""
+
+    here: Beside
+    told: list[bool] = field(default_factory=list)
+    began: threading.Event = field(default_factory=threading.Event)
+    held_ns: int = -1
+
+    def prefix(self) -> None:
+        step = Run(window="P1 prefix-actor", task="prefix", node="kv", role="actor")
+        engine = SimpleNamespace(may_begin=lambda step: self.here.may_begin())
+        state = SimpleNamespace(engine=engine, link=SimpleNamespace(hold=self.told.append))
+        self.held_ns = await_turn(cast(ProcessState, state), step)
+        with self.here.prompt():
+            self.began.set()
 
 
 def test_a_word_is_seen_by_whoever_opens_it(tmp_path: Path) -> None:
@@ -105,21 +137,56 @@ def test_a_prompt_waits_until_fewer_decode(tmp_path: Path) -> None:
     parts = Parts()
     here, live = beside(table((16, 0), (8, 64)), tmp_path, parts)
     live.tell(FULL)
-    began = threading.Event()
-
-    def prefix() -> None:
-        with here.prompt():
-            began.set()
-
-    thread = threading.Thread(target=prefix)
+    link = Process(here)
+    thread = threading.Thread(target=link.prefix)
     thread.start()
     live.tell(9)
     time.sleep(0.05)
-    assert not began.is_set()
+    assert not link.began.is_set()
     live.tell(8)
-    assert began.wait(5)
+    assert link.began.wait(5)
     thread.join()
     assert parts.on == [64]
+    assert (link.told, link.held_ns > 50e6) == ([True, False], True)
+
+
+def test_a_prompt_that_need_not_wait_tells_nobody(tmp_path: Path) -> None:
+    here, live = beside(table((16, 0), (8, 64)), tmp_path, Parts())
+    live.tell(8)
+    link = Process(here)
+    link.prefix()
+    assert (link.told, link.held_ns) == ([], 0)
+
+
+def controller(plan: Plan, step_timeout_s: float) -> tuple[Controller, Callable[[Message], None]]:
+    """One that hears of a training rank what it is told to hear, and knows of no other process."""
+    job = Job.model_validate(plan.job)
+    run = job.run.model_copy(update={"step_timeout_s": step_timeout_s})
+    rank = SimpleNamespace(process=TRAIN, pid=1 << 23, silence=Silence(60), log="log")
+    crew = SimpleNamespace(members={TRAIN: rank}, inbox=SimpleQueue())
+    heard = Controller(
+        plan, job.model_copy(update={"run": run}), cast(Crew, crew), cast(Tasks, None), lambda event: None
+    )
+    return heard, lambda message: crew.inbox.put((TRAIN, message, []))
+
+
+def looks(seconds: float) -> Callable[[], bool]:
+    """Whether so many seconds have passed."""
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() >= until
+
+
+def test_a_wait_that_the_sharing_asks_for_is_no_hang() -> None:
+    """Longer than a step may take; behind it the work counts again."""
+    plan = tiny_plan()
+    prefix = next(i for i, s in enumerate(plan.programs["train"]) if isinstance(s, Run) and s.task == "prefix")
+    hears, says = controller(plan, step_timeout_s=0.3)
+    says(Entered(0, prefix))
+    says(Held(True))
+    hears.pump(looks(1.0))
+    says(Held(False))
+    with pytest.raises(EngineError, match=r"train 0 \(pid 8388608\) has been at it for 0.3 s .*: it hangs"):
+        hears.pump(looks(5.0))
 
 
 def test_a_prompt_that_waits_runs_when_decode_has_ended(tmp_path: Path) -> None:

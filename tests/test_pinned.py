@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollplex.backends.memory.host import HostDevice
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.memfd import HostMemory
 from rollplex.backends.memory.objects import ObjectStore, StateClass, StoredObject
@@ -194,7 +195,7 @@ def store_of(
     host_valid: bool = False,
 ) -> ObjectStore:
     """One object `x` of 10000 bytes (three pages)."""
-    store = ObjectStore(Ledger.create("gpu0", capacity_bytes, process="train0"))
+    store = ObjectStore(Ledger.create("gpu0", capacity_bytes, process="train0"), HostDevice())
     host = PinnedPool(MEMORY, [Place("x", PAGE, 10_000)], host_ledger()).slot("x") if slot else None
     arena = MEMORY.reserve("x", 10_000)
     store.add([StoredObject("x", state_class, 10_000, arena, host, recomputable, host_backed, host_valid)])
@@ -349,9 +350,87 @@ def test_pages_that_the_machine_refuses_are_not_counted(monkeypatch: pytest.Monk
     assert store.ledger.total_bytes == 0
 
 
+class Hoarder(HostDevice):
+    """A device whose allocator keeps `kept` blocks for later: pages are refused until they are handed back.
+
+    map        refused     trim, map     has pages, if what was kept was all that was missing
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.kept, self.others, self.trims = 0, 0, 0
+        give = os.posix_fallocate
+
+        def fallocate(fd: int, offset: int, length: int) -> None:
+            if self.kept + self.others:
+                raise OSError(12, "out of memory")
+            give(fd, offset, length)
+
+        monkeypatch.setattr(os, "posix_fallocate", fallocate)
+
+    def trim(self) -> None:
+        self.trims += 1
+        self.kept = 0
+
+    def free_bytes(self) -> int:
+        return 2 * PAGE
+
+
+def hoarded(monkeypatch: pytest.MonkeyPatch, others: int = 0) -> tuple[ObjectStore, Hoarder]:
+    """One object `x` of three pages, each of which may come by itself, whose host copy is valid."""
+    device = Hoarder(monkeypatch)
+    store = ObjectStore(Ledger.create("gpu0", MIB, process="train0"), device)
+    host = PinnedPool(MEMORY, [Place("x", PAGE, 3 * PAGE)], host_ledger()).slot("x")
+    arena = MEMORY.reserve("x", 3 * PAGE, cuts=(PAGE, 2 * PAGE))
+    store.add([StoredObject("x", "regenerable", 3 * PAGE, arena, host)])
+    store.filled("x")
+    store.ledger.mark("P3 update")
+    device.kept, device.others = 1, others
+    return store, device
+
+
+ASKS = {
+    "map": (lambda store: store.map("x", "map x"), 3),
+    "map_part": (lambda store: store.map_part("x", PAGE, 2 * PAGE, "map_part x"), 1),
+    "fetch": (lambda store: store.fetch("x", "fetch x"), 3),
+}
+
+
+@pytest.mark.parametrize("kind", ASKS)
+def test_kept_blocks_are_handed_back_where_pages_are_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, pages = ASKS[kind]
+    store, hoarder = hoarded(monkeypatch)
+    ask(store)
+    assert (hoarder.trims, store.mapped("x"), store.ledger.total_bytes) == (1, True, pages * PAGE)
+    assert len(store["x"].arena.inodes()) == pages
+
+
+@pytest.mark.parametrize("kind", ASKS)
+def test_pages_that_others_have_are_an_error_that_says_how_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, pages = ASKS[kind]
+    store, hoarder = hoarded(monkeypatch, others=1)
+    with pytest.raises(OutOfMemory) as error:
+        ask(store)
+    asked = f"{4 * pages}.00 KiB"
+    assert str(error.value).splitlines() == [
+        f"train0: P3 update: {kind} x: x asks for {asked}, the device has 8.00 KiB free; by the plan {asked} of 1.00 "
+        f"MiB are live with it (host memory: the host gave no 4096 bytes of 12288 for x (out of memory))",
+        "    try: end other programs that have its memory, or lower cluster.capacity_gib and compile again",
+    ]
+    assert (hoarder.trims, store.mapped("x"), store.ledger.total_bytes) == (1, False, 0)
+
+
+def test_what_the_plan_has_no_room_for_is_not_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hoarder = hoarded(monkeypatch)
+    store.ledger.acquire("y", MIB - PAGE, "map y")
+    with pytest.raises(OutOfMemory, match=r"gpu0: map x, window P3 update: x asks for 12\.00 KiB"):
+        store.map("x", "map x")
+    assert hoarder.trims == 0
+
+
 def test_adopted_objects_are_counted_once_and_hold_their_owner_back() -> None:
     train = store_of("regenerable")
-    rollout = ObjectStore(Ledger.attach(train.ledger.export(), process="rollout0"))
+    rollout = ObjectStore(Ledger.attach(train.ledger.export(), process="rollout0"), HostDevice())
     rollout.add([StoredObject("x", "regenerable", 10_000, MEMORY.reserve("x", 10_000))])
     train.map("x", "map x")
     rollout.adopt("x", train["x"].arena.export(), "train0", "map x")
@@ -370,7 +449,7 @@ def test_adopted_objects_are_counted_once_and_hold_their_owner_back() -> None:
 
 def test_close_leaves_no_bytes_behind() -> None:
     train = store_of("permanent")
-    rollout = ObjectStore(Ledger.attach(train.ledger.export(), process="rollout0"))
+    rollout = ObjectStore(Ledger.attach(train.ledger.export(), process="rollout0"), HostDevice())
     rollout.add([StoredObject("x", "regenerable", 10_000, MEMORY.reserve("x", 10_000))])
     train.map("x", "map x")
     rollout.adopt("x", train["x"].arena.export(), "train0", "map x")

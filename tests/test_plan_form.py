@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tinyplan import tiny_plan
@@ -14,6 +14,7 @@ from rollplex.ir.errors import PlanError
 from rollplex.ir.job import load_job
 from rollplex.ir.plan import parse_plan, read_plan
 from rollplex.ir.planned_job import job_of
+from rollplex.ir.steps import Piece, Step, named
 
 
 @cache
@@ -92,3 +93,28 @@ def test_a_plan_for_a_job_that_would_be_refused_is_refused(path: str, value: Any
     with pytest.raises(PlanError) as caught:
         job_of(tiny_plan().model_copy(update={"job": job}))
     assert message in str(caught.value)
+
+
+OBJECTS = ("object", "reads", "writes", "streams", "offloads")
+"""Fields of steps that name objects."""
+
+
+def step_of(kind: type) -> Any:
+    """A step of a class with another object in each of those fields, one of them twice, and no more."""
+    values = {
+        "object": "a.object", "reads": ("a.read", "a.both"), "writes": ("a.both",), "streams": ("a.stream",),
+        "offloads": (Piece(object="a.piece", start=0, stop=1), Piece(object="a.piece", start=1, stop=2)),
+    }  # fmt: skip
+    return kind.model_construct(**{name: value for name, value in values.items() if name in kind.model_fields})
+
+
+@pytest.mark.parametrize("kind", get_args(get_args(Step)[0]), ids=lambda kind: kind.__name__)
+def test_every_object_of_a_step_is_named_once(kind: type) -> None:
+    """By its fields: pages of some bytes are its object's too, and its last use may be that they go."""
+    step = step_of(kind)
+    wanted = {
+        "object": ["a.object"], "reads": ["a.read", "a.both"], "writes": ["a.both"], "streams": ["a.stream"],
+        "offloads": ["a.piece"],
+    }  # fmt: skip
+    found = {name for field in OBJECTS if hasattr(step, field) for name in wanted[field]}
+    assert sorted(named(step)) == sorted(found)

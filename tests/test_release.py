@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 from functools import cache
 from itertools import accumulate
@@ -25,16 +26,19 @@ from rollplex import api
 from rollplex.backends.megatron import memory as megatron_memory
 from rollplex.backends.megatron.memory import Slab
 from rollplex.backends.megatron.names import Stored, parameters
+from rollplex.backends.memory.fds import close_all
 from rollplex.ir.checker import check_plan
-from rollplex.ir.errors import JobError
+from rollplex.ir.errors import JobError, PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.job_checks import check_job
 from rollplex.ir.job_file import change_job
 from rollplex.ir.plan import Plan
 from rollplex.ir.releasing import stretches
-from rollplex.ir.steps import MapPart, Step, Unmap, UnmapPart, UpdateChunk
+from rollplex.ir.steps import Map, MapPart, Step, Unmap, UnmapPart, UpdateChunk
+from rollplex.runtime.executor import execute
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
+from rollplex.show.html.page import html_page
 from rollplex.show.page import plan_page
 
 torch.set_num_threads(1)
@@ -302,6 +306,19 @@ def test_processes_take_the_same_steps_with_pages_that_are_passed_again(train: i
     assert both[0] == both[1]
 
 
+def test_a_map_of_what_another_process_owns_says_what_it_is() -> None:
+    """By its step, as every other: at the start of a run imports are bound by none."""
+    run = InThreads(plan_of(), {"reward": luck})
+    state, pages = run.states[ROLLOUT], run.train.objects.handed_out(SNAPSHOT)
+    run.meeting.pages[SNAPSHOT] = pages
+    with pytest.raises(
+        PlanError, match=r"rollout 0.*: map actor.snapshot \(imported\): actor.snapshot is mapped already"
+    ):
+        execute(state, Map(window="P3 publish", object=SNAPSHOT, imported=True))
+    close_all(pages)
+    run.close()
+
+
 def test_the_page_says_that_it_comes_in_parts() -> None:
     lines = [text.plain for text in plan_page(plan_of())]
     (row,) = (line for line in lines if line.startswith("  actor float32 snapshot"))
@@ -309,6 +326,18 @@ def test_the_page_says_that_it_comes_in_parts() -> None:
     assert any(line.startswith("* used") and line.endswith("part: comes or goes in parts") for line in lines)
     assert any("in flight, snapshot released and back in 4 parts" in line for line in lines)
     assert not any("in parts" in text.plain for text in plan_page(plan_of("keep")))
+
+
+def test_the_browsers_page_says_so_too() -> None:
+    """The same words and marks, where they belong: the contract's row and legend, the chunks."""
+    page, kept = html_page(plan_of()), html_page(plan_of("keep"))
+    (row,) = (row for row in page.split("<tr>") if f'title="{SNAPSHOT}:' in row and "at-hbm" in row)
+    cells = re.findall(r'class="at-hbm">([^<]*)</td>', row)
+    assert cells[-2:] == ["part \u2022", "HBM \u2022"]
+    assert "drop: to be made again; part: comes or goes in parts</p>" in page
+    assert "in flight, snapshot released and back in 4 parts</dd>" in page
+    assert "part: comes" not in kept
+    assert "snapshot released" not in kept
 
 
 def test_another_place_is_priced_beside_the_release() -> None:

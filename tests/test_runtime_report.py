@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,41 @@ def test_hidden_prefix_is_what_ran_while_the_rollout_process_decoded() -> None:
     assert overlap == Overlap(decode_s=6.0, prefix_s=4.0, hidden_s=2.0)
     assert overlap.hidden_share == 0.5
     assert measured_overlap([]).hidden_share == 0.0
+
+
+def held(start: float, stop: float, held_s: float, iteration: int = 0) -> Span:
+    """A prefix that began when it had waited for its turn."""
+    return replace(run("prefix", TRAIN, start, stop, iteration), held_ns=int(held_s * 1e9))
+
+
+def test_what_waits_for_its_turn_is_no_prefix_work() -> None:
+    """
+    decode    |------------------|          8 s
+    prefix      ......|--|    ...|--|       held 3 s and 2 s, works 1 s hidden and 1 s behind decode
+    """
+    overlap = measured_overlap([run("generate", ROLLOUT, 0, 8), held(4, 5, 3), held(8, 9, 2)])
+    assert overlap == Overlap(decode_s=8, prefix_s=2, hidden_s=1, held_s=5)
+    assert overlap.hidden_share == 0.5
+
+
+def test_waiting_for_a_turn_is_waiting_of_its_window_and_on_the_page() -> None:
+    from runtime_tiny import tiny_plan
+
+    log = TimeLog(tiny_plan())
+    log.add([held(4, 5, 3), run("generate", ROLLOUT, 0, 8)], step_s=10)
+    (decode,) = (row for row in log.windows() if row.window == "P1 decode")
+    assert (decode.measured_s, decode.waiting_s) == (4, 3)
+    told = printed(replace(report(), overlap=Overlap(8.0, 1.0, 1.0, held_s=3.0)))
+    assert "prefix work waited 3.00 s a step for its turn" in told
+    assert "for its turn" not in printed(report())
+
+
+def test_the_trace_shows_waiting_for_a_turn_as_waiting() -> None:
+    """A slice of its own before the step's, inside of the window's."""
+    (wait, work, window) = (e for e in Trace([TRAIN]).steps([held(4, 5, 3)]) if e["ph"] == "X")
+    assert (wait["name"], wait["cat"], wait["dur"]) == ("wait for its turn", "wait", 3e6)
+    assert (work["name"], work["dur"]) == ("run prefix prefix mb 0", 1e6)
+    assert (window["dur"], wait["ts"] + wait["dur"]) == (4e6, work["ts"])
 
 
 def test_an_arena_must_be_as_planned_to_the_byte_and_a_workspace_within_its_plan() -> None:

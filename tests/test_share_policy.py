@@ -10,6 +10,7 @@ import json
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mutants.plans import CALIBRATED, SOLVED
@@ -226,6 +227,37 @@ def test_a_job_that_nothing_was_measured_for_is_refused(name: str, tmp_path: Pat
     with pytest.raises(JobError) as caught:
         job_of(tmp_path, *STEP, *overrides)
     assert message in str(caught.value)
+
+
+ELSEWHERE = {
+    "device": ("NVIDIA H100 80GB HBM3", "the calibration says H200 and was measured on NVIDIA H100 80GB HBM3"),
+    "sms": (60, "the calibration was measured on NVIDIA H200 with 60 SMs, the table of GPUs has H200 with 132"),
+}
+
+
+def measured_elsewhere(name: str) -> dict[str, Any]:
+    """The file of another device, or of a slice of the GPU: 60 SMs in place of 132, and no larger partition."""
+    data = json.loads(CALIBRATED.read_text())
+    if name == "device":
+        return {**data, "device": ELSEWHERE[name][0]}
+    surface = data["surface"]
+    rows = [{**row, "sms": 60} for row in surface["rows"] if row["sms"] == 132]
+    return {**data, "surface": {**surface, "all_sms": 60, "rows": rows}}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_file_of_another_gpu_is_refused(name: str, tmp_path: Path) -> None:
+    """By a job that names it, and by whoever reads a plan that holds it."""
+    wrong = measured_elsewhere(name)
+    (tmp_path / "other.json").write_text(json.dumps(wrong))
+    with pytest.raises(JobError) as caught:
+        job_of(tmp_path, *STEP, "cluster.calibration=other.json")
+    (problem,) = caught.value.problems
+    assert problem.what == ELSEWHERE[name][1]
+    assert problem.hint.startswith("rollplex calibrate JOB --out FILE, on a")
+    plan = compiled(tmp_path)
+    job = {**plan.job, "cluster": {**plan.job["cluster"], "calibration": wrong}}
+    assert ELSEWHERE[name][1] in str([v.what for v in check_plan(plan.model_copy(update={"job": job}))])
 
 
 def test_an_unreadable_file_is_told_once(tmp_path: Path) -> None:

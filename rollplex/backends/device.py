@@ -7,6 +7,7 @@ lanes           threads                           streams
 working         storages that operators make      the allocator's own peak
 settle          nothing                           wait for the kernels that were launched
 trim            nothing                           hand cached blocks back: other processes share the GPU
+free_bytes      what programs can still take      what the driver has
 partition       nothing: a core is a core         kernels of a block on so many SMs (green contexts, under MPS)
 """
 
@@ -59,6 +60,10 @@ class Device(Protocol):
 
     def trim(self) -> None:
         """Keep no free memory for later."""
+        ...
+
+    def free_bytes(self) -> int:
+        """What could be mapped now, whoever asks."""
         ...
 
     def partition(self, sms: int) -> Callable[[], AbstractContextManager[None]]:

@@ -179,12 +179,19 @@ class Engine(Tasks, Protocol):
         """Pages, as descriptors, of the objects that other processes read; once, after the start."""
         ...
 
-    def adopt(self, name: str, fds: Sequence[int]) -> None:
-        """Bind the pages of an object that another process owns: at the start, and again when it has new ones."""
+    def adopt(self, name: str, fds: Sequence[int], step: str) -> None:
+        """Bind the pages of an object that another process owns: at the start, and again when it has new ones.
+
+        `step` is the step's text, for messages.
+        """
         ...
 
     def ready(self) -> dict[str, Any]:
         """All pages are bound: make what depends on them; facts about the engine for the report."""
+        ...
+
+    def may_begin(self, step: Run) -> bool:
+        """Whether the plan's sharing of the GPU lets a task begin now; where not, it does when other work goes on."""
         ...
 
     def exchange(self, step: Exchange) -> None:

@@ -35,6 +35,16 @@ def _gpu(job: Job, measured: Calibration) -> Iterator[Finding]:
         what = f"the calibration was measured on {measured.gpu} ({measured.device}), the job's GPU is {job.cluster.gpu}"
         hint = "leave it out" if job.on_host else f"{AGAIN}, on a machine with {job.cluster.gpu}"
         yield Finding(_FILE, what, hint, (("cluster", "gpu"),))
+    elif not job.device.is_called(measured.device):
+        what = f"the calibration says {measured.gpu} and was measured on {measured.device}"
+        yield Finding(_FILE, what, f"{AGAIN}, on a machine with {job.cluster.gpu}", (("cluster", "gpu"),))
+    elif measured.surface is not None and measured.surface.all_sms != job.device.sms:
+        what = (
+            f"the calibration was measured on {measured.device} with {measured.surface.all_sms} SMs, "
+            f"the table of GPUs has {job.device.name} with {job.device.sms}"
+        )
+        hint = f"{AGAIN}, on a whole {job.device.name} (no MIG slice, no other make of it), or leave it out"
+        yield Finding(_FILE, what, hint, (("cluster", "gpu"),))
 
 
 def _shape(job: Job, measured: Calibration) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ load_gpu("h800").usable_bytes == round(79.1 * 2**30)
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from rollplex.ir.errors import JobError
@@ -49,6 +50,10 @@ class Gpu:
     page_bytes: int = 2 * 2**20
     capacity_from_job: bool = False
     measured_link_gb_s: float | None = None
+
+    def is_called(self, found: str) -> bool:
+        """Whether a device's own name, `NVIDIA H100 80GB HBM3`, is one of this GPU."""
+        return self.name.split("-")[0].lower() in re.split(r"[ -]", found.lower())
 
     @property
     def usable_gib(self) -> float:

@@ -280,7 +280,8 @@ class RunOptions(Section):
     )
     step_timeout_s: NonNegative = Field(
         default=3600.0,
-        description="seconds that a process may spend in one step, waiting for others not counted; 0 does not limit it",
+        description="seconds that a process may spend in one step, waiting for others or for its turn on a GPU not "
+        "counted; 0 does not limit it",
     )
     checkpoint_every: NonNegativeCount = Field(
         default=20,

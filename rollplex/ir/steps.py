@@ -223,16 +223,17 @@ def touched(step: Step) -> tuple[str, ...]:
 
 
 def named(step: Step) -> tuple[str, ...]:
-    """Every object that a step uses or moves, wherever it is."""
+    """Every object that a step uses or moves, wherever it is, each once."""
     match step:
         case Run():
-            return (*touched(step), *step.streams, *(piece.object for piece in step.offloads))
+            found = (*touched(step), *step.streams, *(piece.object for piece in step.offloads))
         case UpdateChunk():
-            return (*touched(step), *step.streams)
-        case Map() | Unmap() | Fetch() | Offload() | Drop():
-            return (step.object,)
+            found = (*touched(step), *step.streams)
+        case Map() | Unmap() | MapPart() | UnmapPart() | Fetch() | Offload() | Drop():
+            found = (step.object,)
         case _:
-            return touched(step)
+            found = touched(step)
+    return tuple(dict.fromkeys(found))
 
 
 def describe(step: Step) -> str:
@@ -246,6 +247,8 @@ def describe(step: Step) -> str:
             return f"{step.kind} {step.event}"
         case Barrier():
             return f"barrier {step.name}"
+        case Map(imported=True) | Unmap(imported=True):
+            return f"{step.kind} {step.object} (imported)"
         case MapPart() | UnmapPart():
             return f"{step.kind} {step.object} [{step.start}, {step.stop})"
         case Exchange():

@@ -46,6 +46,7 @@ from rollplex.runtime.protocol import (
     Exported,
     Failed,
     Finished,
+    Held,
     Left,
     Message,
     ProcessId,
@@ -143,9 +144,12 @@ class Controller:
     def stage(self, lane: str, text: str) -> None:
         self.timeline.stage(CONTROLLER, lane, text)
 
-    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
+    def hold(self, waiting: bool) -> None:
+        raise AssertionError("the controller shares no GPU")
+
+    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int, held_ns: int) -> None:
         self._at_work.pop(CONTROLLER, None)
-        self.timeline.leave(CONTROLLER, iteration, index, start_ns, stop_ns)
+        self.timeline.leave(CONTROLLER, iteration, index, start_ns, stop_ns, held_ns)
 
     def signal(self, event: str, values: Values) -> None:
         self._signalled(CONTROLLER, event, values)
@@ -186,8 +190,11 @@ class Controller:
                 self._entered(process, iteration, index)
             case Stage(lane, text):
                 self.timeline.stage(process, lane, text)
-            case Left(iteration, index, start_ns, stop_ns):
-                self.timeline.leave(process, iteration, index, start_ns, stop_ns)
+            case Held(waiting):
+                if not waiting:  # who waits is not at work
+                    self._works(process)
+            case Left(iteration, index, start_ns, stop_ns, held_ns):
+                self.timeline.leave(process, iteration, index, start_ns, stop_ns, held_ns)
             case Signalled(event, values):
                 self._signalled(process, event, values)
             case Arrived(barrier):

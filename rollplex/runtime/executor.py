@@ -34,6 +34,7 @@ from rollplex.ir.steps import (
     role_of,
     touched,
 )
+from rollplex.runtime.holding import await_turn
 from rollplex.runtime.pieces import leaving
 from rollplex.runtime.state import ProcessState, take
 
@@ -48,12 +49,13 @@ def run_iteration(state: ProcessState, iteration: int) -> None:
         for index, step in enumerate(state.program):
             state.link.enter(iteration, index)
             _enter_window(state, step)
+            held_ns = await_turn(state, step)
             start_ns = time.monotonic_ns()
             execute(state, step)
             if state.engine is not None:
                 state.engine.objects.settle()
                 _forget(state, index)
-            state.link.leave(iteration, index, start_ns, time.monotonic_ns())
+            state.link.leave(iteration, index, start_ns, time.monotonic_ns(), held_ns)
     finally:
         for update in state.updates.values():
             update.close()
@@ -68,7 +70,7 @@ def execute(state: ProcessState, step: Step) -> None:
             state.memory.objects.map(name, text)
             state.produced.discard(name)
         case Map(object=name):  # imported pages stay, unless their owner lets them go (paper section 3.2)
-            state.memory.adopt(name, state.link.pages(name))
+            state.memory.adopt(name, state.link.pages(name), text)
             state.produced.add(name)
         case Unmap(object=name):
             state.memory.objects.unmap(name, text)

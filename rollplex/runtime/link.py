@@ -27,6 +27,7 @@ from rollplex.runtime.protocol import (
     Deliver,
     Entered,
     Exported,
+    Held,
     Left,
     Message,
     Release,
@@ -48,8 +49,12 @@ class Link(Protocol):
         """A lane beside the steps begins some work, or is done where there is no text; from any thread."""
         ...
 
-    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
-        """Step `index` is done."""
+    def hold(self, waiting: bool) -> None:
+        """The step that was entered waits for its turn, or need not any more."""
+        ...
+
+    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int, held_ns: int) -> None:
+        """Step `index` is done, which began after `held_ns` in which it waited for its turn."""
         ...
 
     def signal(self, event: str, values: Values) -> None:
@@ -105,8 +110,11 @@ class ChildLink:
     def stage(self, lane: str, text: str) -> None:
         self.send(Stage(lane, text))
 
-    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int) -> None:
-        self.send(Left(iteration, index, start_ns, stop_ns))
+    def hold(self, waiting: bool) -> None:
+        self.send(Held(waiting))
+
+    def leave(self, iteration: int, index: int, start_ns: int, stop_ns: int, held_ns: int) -> None:
+        self.send(Left(iteration, index, start_ns, stop_ns, held_ns))
 
     def signal(self, event: str, values: Values) -> None:
         self.send(Signalled(event, values))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollplex.backends.cuda.machine import Card, cards
+from rollplex.backends.memory.available import available_bytes
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.engines import lacking, runs
 from rollplex.ir.errors import Problem, RunError
@@ -107,12 +108,6 @@ def check_gpus(devices: Sequence[int], peak_bytes: int, found: Sequence[Card]) -
             what = f"the run needs {pretty(need)} on device {device} ({card.name}), {pretty(card.free_bytes)} are free"
             hint = "end the programs that nvidia-smi lists there, or lower cluster.capacity_gib and compile again"
             raise RunError(what, where="GPU", hint=hint)
-
-
-def available_bytes() -> int:
-    """Memory that programs can still take without swapping: MemAvailable of /proc/meminfo."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(rows["MemAvailable"].split()[0]) * 1024
 
 
 def check_hosts(plan: Plan, hosts: Mapping[str, HOST_FUNCTION]) -> None:

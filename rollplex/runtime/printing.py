@@ -24,6 +24,10 @@ def print_report(report: Report, console: Console) -> None:
         f"overlap    decode {o.decode_s:.2f} s, prefix {o.prefix_s:.2f} s a step; "
         f"{o.hidden_s:.2f} s of it ({o.hidden_share:.0%}) ran while rollout was decoding"
     )
+    if o.held_s:
+        console.print(
+            f"           prefix work waited {o.held_s:.2f} s a step for its turn, as the plan's sharing has it"
+        )
     if o.post_hidden_s:
         console.print(
             f"           scoring and training {o.post_s:.2f} s a step; "

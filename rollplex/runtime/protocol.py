@@ -1,10 +1,10 @@
 """What the controller and an engine process say to each other, as typed messages over a `Channel`.
 
-    engine -> controller   Exported + fds   Ready   Entered, Stage, Left   Signalled   Arrived   Finished   Answer
+    engine -> controller   Exported + fds   Ready   Entered, Held, Stage, Left   Signalled   Arrived   Finished   Answer
                            Failed
     controller -> engine   Assign + fds   Adopt + fds   Begin     Deliver     Release     Ask     Stop
 
-A life: Assign, (Exported, Adopt)*, Ready, then for every iteration Begin, (Entered, Stage*, Left | Signalled |
+A life: Assign, (Exported, Adopt)*, Ready, then for every iteration Begin, (Entered, Held*, Stage*, Left | Signalled |
 Deliver | Arrived, Release | Exported | Adopt)*, Finished; Ask and Answer between iterations; Stop. Failed may come
 instead of anything.
 
@@ -93,6 +93,13 @@ class Entered:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The step that the process entered waits for its turn, as the plan's sharing has it, or need not any more."""
+
+    waiting: bool
+
+
+@dataclass(frozen=True)
 class Stage:
     """Work beside the steps: a lane begins what `text` says, or is done where it is empty."""
 
@@ -102,12 +109,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Left:
-    """Step `index` is done; CLOCK_MONOTONIC nanoseconds, the same clock in every process of a host."""
+    """Step `index` is done; CLOCK_MONOTONIC nanoseconds, the same clock in every process of a host.
+
+    Before it began it waited `held_ns` for its turn.
+    """
 
     iteration: int
     index: int
     start_ns: int
     stop_ns: int
+    held_ns: int
 
 
 @dataclass(frozen=True)
@@ -181,7 +192,7 @@ class Stop:
 
 
 Message = (
-    Assign | Exported | Adopt | Ready | Begin | Entered | Stage | Left | Signalled | Deliver | Arrived | Release
+    Assign | Exported | Adopt | Ready | Begin | Entered | Held | Stage | Left | Signalled | Deliver | Arrived | Release
     | Finished | Ask | Answer | Failed | Stop
 )  # fmt: skip
 

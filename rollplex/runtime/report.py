@@ -8,6 +8,7 @@ memory      P1 decode         planned 61.2 MiB   measured 61.2 MiB   equal, obje
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
@@ -38,7 +39,8 @@ class WindowTime:
 @dataclass(frozen=True)
 class Overlap:
     """Means a step. `hidden_s`: prefix work that ran while the rollout process was decoding; `post_hidden_s` of it that
-    needs responses, scoring and training on groups (`post_s`), where the schedule is `streamed`.
+    needs responses, scoring and training on groups (`post_s`), where the schedule is `streamed`. `held_s`: before it
+    ran, prefix work waited so long for its turn, where the sharing is `solved`; that is in none of the others.
     """
 
     decode_s: float
@@ -46,6 +48,7 @@ class Overlap:
     hidden_s: float
     post_s: float = 0.0
     post_hidden_s: float = 0.0
+    held_s: float = 0.0
 
     @property
     def hidden_share(self) -> float:
@@ -112,8 +115,8 @@ class TimeLog:
         for span in spans:
             if span.process == TRAIN:
                 window = self._seconds.setdefault(span.step.window, [0.0, 0.0])
-                window[0] += span.seconds
-                window[1] += span.seconds if isinstance(span.step, Wait | Barrier) else 0.0
+                window[0] += span.seconds + span.held_s
+                window[1] += span.held_s + (span.seconds if isinstance(span.step, Wait | Barrier) else 0.0)
 
     @property
     def step_s(self) -> float:
@@ -142,10 +145,12 @@ class TimeLog:
 def measured_overlap(spans: Iterable[Span]) -> Overlap:
     """Decode, prefix and the work on responses, and what of them ran during decode on the first GPU, means a step."""
     found: dict[str, dict[int, list[Interval]]] = {}
+    held: Counter[int] = Counter()
     for span in spans:
         if span.process.rank == 0 and isinstance(span.step, Run) and span.step.task in KINDS:
             steps = found.setdefault(KINDS[span.step.task], {})
             steps.setdefault(span.iteration, []).append((span.start_ns, span.stop_ns))
+            held[span.iteration] += span.held_ns
     decode, prefix, post = (found.get(kind, {}) for kind in ("decode", "prefix", "post"))
     if not decode:
         return Overlap(0.0, 0.0, 0.0)
@@ -153,7 +158,7 @@ def measured_overlap(spans: Iterable[Span]) -> Overlap:
     for i, decoding in sorted(decode.items()):
         before, behind = prefix.get(i, []), post.get(i, [])
         hidden = common(decoding, before), common(decoding, behind)
-        each.append((length(decoding), length(before), hidden[0], length(behind), hidden[1]))
+        each.append((length(decoding), length(before), hidden[0], length(behind), hidden[1], held[i]))
     return Overlap(*(fmean(column) / 1e9 for column in zip(*each, strict=True)))
 
 

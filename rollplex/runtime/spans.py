@@ -11,17 +11,27 @@ from rollplex.runtime.protocol import ProcessId
 
 @dataclass(frozen=True)
 class Span:
-    """One executed step; CLOCK_MONOTONIC nanoseconds."""
+    """One executed step; CLOCK_MONOTONIC nanoseconds. Before it began it waited `held_ns` for its turn."""
 
     process: ProcessId
     iteration: int
     step: Step
     start_ns: int
     stop_ns: int
+    held_ns: int = 0
 
     @property
     def seconds(self) -> float:
         return (self.stop_ns - self.start_ns) / 1e9
+
+    @property
+    def held_s(self) -> float:
+        return self.held_ns / 1e9
+
+    @property
+    def entered_ns(self) -> int:
+        """When it would have begun, had nothing held it back."""
+        return self.start_ns - self.held_ns
 
 
 @dataclass
@@ -49,9 +59,9 @@ class Timeline:
         if text:
             at_work[lane] = text
 
-    def leave(self, process: ProcessId, iteration: int, index: int, start_ns: int, stop_ns: int) -> Span:
+    def leave(self, process: ProcessId, iteration: int, index: int, start_ns: int, stop_ns: int, held_ns: int) -> Span:
         """The step is done."""
-        span = Span(process, iteration, self.programs[process][index], start_ns, stop_ns)
+        span = Span(process, iteration, self.programs[process][index], start_ns, stop_ns, held_ns)
         self.spans.append(span)
         return span
 

@@ -83,10 +83,13 @@ class Trace:
     def steps(self, spans: Sequence[Span]) -> Iterator[Event]:
         """Slices, instants and arrows of these spans, which are of one iteration."""
         if self._origin < 0:
-            self._origin = min((span.start_ns for span in spans), default=-1)
+            self._origin = min((span.entered_ns for span in spans), default=-1)
         for process, pid in self._pids.items():
             own = sorted((span for span in spans if span.process == process), key=lambda span: span.start_ns)
             for span in own:
+                if span.held_ns:
+                    args = {"iteration": span.iteration, "kind": "wait", "window": span.step.window}
+                    yield self._slice(pid, STEPS, "wait for its turn", span.entered_ns, span.start_ns, args)
                 yield self._slice(pid, STEPS, describe(span.step), span.start_ns, span.stop_ns, _arguments(span))
             yield from self._windows(pid, own)
             if process.kind == "controller":
@@ -135,7 +138,7 @@ class Trace:
         for (iteration, window), run in groupby(spans, key=lambda span: (span.iteration, span.step.window)):
             steps = list(run)
             args = {"iteration": iteration}
-            yield self._slice(pid, WINDOWS, window, steps[0].start_ns, steps[-1].stop_ns, args)
+            yield self._slice(pid, WINDOWS, window, steps[0].entered_ns, steps[-1].stop_ns, args)
 
     def _barriers(self, pid: int, spans: Sequence[Span]) -> Iterator[Event]:
         for span in spans:

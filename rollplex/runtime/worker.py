@@ -96,7 +96,7 @@ def _share(link: ChildLink, plan: Plan, state: ProcessState) -> None:
     for name, pages in state.memory.export().items():
         link.hand_out(name, pages)
     for o in (o for o in plan.summary.objects if state.process.kind in o.readers):
-        state.memory.adopt(o.name, link.pages(o.name))
+        state.memory.adopt(o.name, link.pages(o.name), "start")
 
 
 def _obey(link: ChildLink, state: ProcessState, job: Job) -> bool:

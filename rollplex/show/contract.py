@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from rollplex.ir.plan import Plan, PlannedObject, Residency, WindowSummary
-from rollplex.ir.steps import MapPart, UnmapPart
+from rollplex.show.parts import in_parts
 from rollplex.show.text import WIDTH, Unit, clip, line, unit_for
 
 _TITLE, _BYTES, _CLASS = 28, 7, 11  # the title's column is as wide as the longest title, up to this
@@ -46,8 +46,7 @@ def contract_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     unit = unit_for(o.bytes for o in objects)
     title = min(max((len(o.title) for o in objects), default=0), _TITLE)
     room = width - _Columns(title, ()).left
-    steps = (step for program in plan.programs.values() for step in program)
-    parts = frozenset((s.object, s.window) for s in steps if isinstance(s, MapPart | UnmapPart))
+    parts = in_parts(plan)
     lines: list[Text] = []
     for block in _blocks(windows, room):
         name = "  the same, later windows" if lines else f"state contract, {unit.name} a GPU"

@@ -11,7 +11,7 @@ from rollplex.ir.lora import merges
 from rollplex.ir.plan import Plan, SolverResult
 from rollplex.ir.planned_job import job_of
 from rollplex.ir.planned_layout import LayoutAlternative, LayoutSummary
-from rollplex.ir.steps import MapPart
+from rollplex.show.parts import told
 from rollplex.show.text import LABEL, WIDTH, joined, labelled, seconds, size, under
 
 
@@ -76,8 +76,7 @@ def chunk_lines(plan: Plan, width: int = WIDTH) -> list[Text]:
     pieces = f"optimizer {optimizer.count} x {size(optimizer.bytes)}"
     room = f"{size(optimizer.workspace_bytes)} in flight" if optimizer.workspace_bytes else "all at once"
     prompts, responses = _count(micro.prefix_prompts, "prompt"), _count(micro.suffix_responses, "response")
-    parts = sum(isinstance(step, MapPart) for program in plan.programs.values() for step in program)
-    released = f", snapshot released and back in {_count(parts, 'part')}" if parts else ""
+    released = f", {text}" if (text := told(plan)) else ""
     return labelled("chunks", f"{pieces}, {room}{released}   microbatch {prompts}, {responses}", width)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mutants.agree import with_job
-from mutants.edit import change, insert, move, mutant, put, steps, summarise, with_window
+from mutants.edit import change, insert, move, mutant, put, steps, summarise, with_object, with_window
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Export, Map, MapPart, Publish, Signal, Unmap, UnmapPart, UpdateChunk, Wait
 
@@ -100,6 +100,31 @@ def published_before_the_readers_have_its_pages(plan: Plan) -> Iterator[Plan]:
         for _, j, step in steps(plan, Publish, process=process):
             if step.object == plan.programs[process][i].object:  # type: ignore[union-attr]
                 yield from (move(plan, process, j, at) for at in events(plan, process, Wait, "snapshot-taken"))
+
+
+@mutant("import-start")
+def import_that_an_iteration_begins_without(plan: Plan) -> Iterator[Plan]:
+    """A reader lets go at the end of an iteration of what it maps at the start: the first one finds it mapped."""
+    for o in plan.summary.objects:
+        for process in o.readers:
+            own = [(i, s) for _, i, s in steps(plan, Map, Unmap, process=process) if s.imported and s.object == o.name]
+            if own:
+                (first, away), (last, back) = own
+                ends = change(back, window=away.window), change(away, window=back.window)
+                yield put(put(plan, process, last, ends[1]), process, first, ends[0])
+            else:
+                program = plan.programs[process]
+                away, back = (
+                    kind(window=program[i].window, object=o.name, imported=True) for kind, i in ((Map, 0), (Unmap, -1))
+                )
+                yield insert(insert(plan, process, len(program) - 1, back), process, 0, away)
+
+
+@mutant("import-start")
+def import_of_what_has_no_pages_yet(plan: Plan) -> Iterator[Plan]:
+    for o in plan.summary.objects:
+        if o.readers:
+            yield from (with_object(plan, o.name, start=place) for place in ("host", "dropped", "-"))
 
 
 @mutant("handed-out")

@@ -45,6 +45,9 @@ class CudaDevice:
         with torch.cuda.device(self.torch):
             torch.cuda.empty_cache()
 
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.torch)[0]
+
     def partition(self, sms: int) -> Partition:
         return Partition(self.memory.device, sms)
 

@@ -8,6 +8,7 @@ import torch
 
 from rollplex.backends.base import Arena
 from rollplex.backends.lanes import Tell, ThreadLanes
+from rollplex.backends.memory.available import available_bytes
 from rollplex.backends.memory.live import LiveBytes
 from rollplex.backends.memory.memfd import HostMemory, lock
 
@@ -33,6 +34,9 @@ class HostDevice:
 
     def trim(self) -> None:
         """What is freed is the system's again."""
+
+    def free_bytes(self) -> int:
+        return available_bytes()
 
     def partition(self, sms: int) -> type[nullcontext[None]]:
         """A CPU's cores are shared out by the system: nothing is held to a part of them."""

@@ -6,7 +6,9 @@
     others      may have neither            unmap    pages gone, contents too unless the host copy is valid
                                             drop     both gone; refused for permanent and for what nobody makes again
 
-Bytes are counted on the device's ledger before pages are mapped, and after they are gone. design.md sections 2 and 6.
+Bytes are counted on the device's ledger before pages are mapped, and after they are gone. A device may lack pages that
+the ledger has room for: free blocks that torch keeps for later are handed back then, and it is asked once more.
+Source: design.md sections 2 and 6.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from typing import Literal
 import torch
 
 from rollplex.backends.base import Arena
+from rollplex.backends.device import Device
 from rollplex.backends.memory.ledger import Ledger
 from rollplex.backends.memory.pinned import Slot
-from rollplex.ir.errors import PlanError
+from rollplex.backends.memory.table import amount
+from rollplex.ir.errors import OutOfMemory, PlanError
 
 StateClass = Literal["permanent", "regenerable", "boundary", "phase-local"]
 
@@ -68,6 +72,7 @@ class ObjectStore:
     """All objects of one process on one device. `step` arguments are the plan step's text, for messages and the log."""
 
     ledger: Ledger
+    device: Device
     fetched: Traffic = field(default_factory=Traffic)
     offloaded: Traffic = field(default_factory=Traffic)
     _objects: dict[str, StoredObject] = field(default_factory=dict)
@@ -104,7 +109,7 @@ class ObjectStore:
         item = self[name]
         self.ledger.acquire_part(name, stop - start, step)
         try:
-            item.arena.map_part(start, stop)
+            self._ask_for(item, stop - start, step, lambda: item.arena.map_part(start, stop))
         except BaseException:
             self.ledger.release_part(name, stop - start, step)
             raise
@@ -225,10 +230,28 @@ class ObjectStore:
     def _attach(self, item: StoredObject, step: str, pages: Callable[[], None]) -> None:
         self.ledger.acquire(item.name, item.nbytes, step)
         try:
-            pages()
+            self._ask_for(item, item.nbytes, step, pages)
         except BaseException:
             self.ledger.release(item.name, step)
             raise
+
+    def _ask_for(self, item: StoredObject, nbytes: int, step: str, pages: Callable[[], None]) -> None:
+        """Pages of the device; twice, if what this process keeps for later may be what is missing."""
+        try:
+            return pages()
+        except OutOfMemory:
+            self.device.trim()
+        try:
+            pages()
+        except OutOfMemory as error:
+            (refused,), ledger = error.problems, self.ledger
+            what = (
+                f"{step}: {item.name} asks for {amount(nbytes)}, the device has {amount(self.device.free_bytes())} "
+                f"free; by the plan {amount(ledger.total_bytes)} of {amount(ledger.capacity_bytes)} are live with it "
+                f"({refused.where}: {refused.what})"
+            )
+            hint = "end other programs that have its memory, or lower cluster.capacity_gib and compile again"
+            raise OutOfMemory(what, where=self._where, hint=hint) from error
 
     def _detach(self, item: StoredObject, step: str) -> None:
         """Pages go first, then their bytes; but the ledger's refusal (a reader is left) must come before either."""
@@ -260,8 +283,11 @@ class ObjectStore:
 
     def _refuse(self, step: str, item: StoredObject, wrong: bool, what: str, hint: str) -> None:
         if wrong:
-            where = f"{self.ledger.process}: {self.ledger.window}" if self.ledger.window else self.ledger.process
-            raise PlanError(f"{step}: {item.name} {what}", where=where, hint=hint)
+            raise PlanError(f"{step}: {item.name} {what}", where=self._where, hint=hint)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.ledger.process}: {self.ledger.window}" if self.ledger.window else self.ledger.process
 
 
 def _bytes_of(item: StoredObject) -> torch.Tensor:

@@ -62,7 +62,7 @@ class PlannedObjects:
         self._first = plan.summary.windows[0].name
         self.owned = {o.name: o for o in plan.summary.objects if o.process == kind}
         self.imported = {o.name: o for o in plan.summary.objects if kind in o.readers}
-        self._store = ObjectStore(self.ledger)
+        self._store = ObjectStore(self.ledger, device)
         self.measuring = True
         self._reserved: set[str] = set()
         known = [*self.owned.values(), *self.imported.values()]
@@ -168,7 +168,7 @@ class PlannedObjects:
         """New descriptors of an object's pages, all of which are there."""
         return self._arenas[name].export()
 
-    def adopt(self, name: str, fds: Sequence[int], owner: str, step: str = "start") -> None:
+    def adopt(self, name: str, fds: Sequence[int], owner: str, step: str) -> None:
         """Bind another process' pages, read-only."""
         self._store.adopt(name, fds, owner, step)
 

@@ -80,12 +80,12 @@ class RolloutEngine:
     def export(self) -> dict[str, list[int]]:
         return self._objects.export()
 
-    def adopt(self, name: str, fds: Sequence[int]) -> None:
+    def adopt(self, name: str, fds: Sequence[int], step: str) -> None:
         """Behind the pages of the snapshot comes that of its stamp, the first time."""
         if name == f"{self.job.policy}.snapshot" and self._published is None:
             *fds, stamp = fds
             self._published = Subscription(stamp, self._owner, self._objects.shared_digest)
-        self._objects.adopt(name, fds, self._owner)
+        self._objects.adopt(name, fds, self._owner, step)
 
     def ready(self) -> dict[str, Any]:
         self._copies.begin()
@@ -105,6 +105,9 @@ class RolloutEngine:
         self.sampler.begin([self._seed(prompt, 0) for prompt in self._seat.sampled])
         self._rounds = SampledRounds()
         self._done.clear()
+
+    def may_begin(self, step: Run) -> bool:
+        return True
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         assert step.task == "generate", f"{step.task} is no task of a rollout rank"

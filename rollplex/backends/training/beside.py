@@ -2,14 +2,11 @@
 
 row  at most 128 decode: wait     at most 40 decode: 80 SMs      nothing decodes any more: all SMs, no partition
 
-wait                          ended by                                  gives up
-for fewer responses           decode, which goes on or ends             when the controller ends the run: a rollout rank
-                                                                        that died, run.step_timeout_s
+Who runs the task asks whether it may begin, and waits where it may not: nothing waits in here.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -18,7 +15,6 @@ from rollplex.backends.live import LiveBatch
 from rollplex.ir.job import Job
 from rollplex.ir.planned_sharing import Policy
 
-LOOK_S = 0.005
 WAIT = 0
 
 
@@ -36,17 +32,21 @@ class Beside:
         if policy.kind == "fixed":
             self._rows = [(1, max(1, round((policy.share or 1.0) * self._every)))]
         self._live = live
+        self._given = self._every
         wanted = {sms for _, sms in self._rows} - {WAIT, self._every}
         self._partitions: dict[int, Callable[[], AbstractContextManager[None]]] = {
             sms: device.partition(sms) for sms in sorted(wanted)
         }
 
+    def may_begin(self) -> bool:
+        """Look at what decodes: whether the policy lets a prefix begin now, on the SMs of the row that holds."""
+        self._given = self._sms(max(word.read() for word in self._live))
+        return self._given != WAIT
+
     @contextmanager
     def prompt(self) -> Iterator[None]:
-        """Around the work of one prefix: it begins when the policy lets it, on the SMs that it is given."""
-        while (sms := self._sms(max(word.read() for word in self._live))) == WAIT:
-            time.sleep(LOOK_S)
-        with self._partitions.get(sms, nullcontext)():
+        """Around the work of one prefix, on the SMs that it was given when it might begin."""
+        with self._partitions.get(self._given, nullcontext)():
             yield
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class TrainEngine:
             found[snapshot].append(self._publication.page.export())
         return found
 
-    def adopt(self, name: str, fds: Sequence[int]) -> None:
+    def adopt(self, name: str, fds: Sequence[int], step: str) -> None:
         raise AssertionError("a training rank owns what it reads")
 
     def ready(self) -> dict[str, Any]:
@@ -163,6 +163,9 @@ class TrainEngine:
         self._ranks.close()
 
     # ---- tasks
+
+    def may_begin(self, step: Run) -> bool:
+        return step.task != "prefix" or self._beside.may_begin()
 
     def run(self, step: Run, inputs: Mapping[str, Any]) -> Values:
         inputs = self._work.of_taken(inputs)

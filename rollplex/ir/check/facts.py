@@ -336,9 +336,3 @@ def moved(step: Step) -> str | None:
 def imports(step: Step) -> str | None:
     """The object whose imported pages a step binds or lets go."""
     return step.object if isinstance(step, Map | Unmap) and step.imported else None
-
-
-def names(step: Step) -> tuple[str, ...]:
-    """Every object that a step names, each once."""
-    own = [n for n in (moved(step), imports(step)) if n]
-    return tuple(dict.fromkeys([*reads(step), *writes(step), *streams(step), *offloaded(step), *own]))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from rollplex.ir.check.facts import TIMELINE, Facts, imports, moved, names, streams, writes
+from rollplex.ir.check.facts import TIMELINE, Facts, imports, moved, streams, writes
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import BARRIERS, SCHEMA_VERSION
-from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Step, UpdateChunk
+from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Step, UpdateChunk, named
 
 
 def schema(facts: Facts) -> Iterator[Violation]:
@@ -60,7 +60,7 @@ def known_names(facts: Facts) -> Iterator[Violation]:
     for at in facts.steps():
         if at.step.window not in windows:
             yield Violation("unknown-name", f"the plan has no window {at.step.window}", at)
-        for name in names(at.step):
+        for name in named(at.step):
             if name not in facts.objects:
                 yield Violation("unknown-name", f"the plan has no object {name}", at, object=name)
     for w in facts.plan.summary.windows:
@@ -84,11 +84,11 @@ def _processes(facts: Facts) -> Iterator[Violation]:
 def owners(facts: Facts) -> Iterator[Violation]:
     """Owners move and write; readers read, after importing (paper section 3.2, stable-address staging)."""
     for o in facts.objects.values():
-        named = o.name.partition(".")[0]
-        if named in facts.programs and named != o.process:
-            yield Violation("not-owner", f"it is {named}'s by its name, and {o.process}'s", object=o.name, where=o.name)
+        said = o.name.partition(".")[0]
+        if said in facts.programs and said != o.process:
+            yield Violation("not-owner", f"it is {said}'s by its name, and {o.process}'s", object=o.name, where=o.name)
     for at in facts.steps():
-        for name in names(at.step):
+        for name in named(at.step):
             o = facts.objects.get(name)
             if o is not None and o.process != at.process:
                 yield from _foreign(at, name, o.process, o.readers)

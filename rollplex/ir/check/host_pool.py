@@ -13,10 +13,11 @@ from dataclasses import replace
 from itertools import combinations
 
 from rollplex.ir.check.capacity import Cuts
-from rollplex.ir.check.facts import Facts, names
+from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.held import LASTING, Span, Spans
 from rollplex.ir.check.rules import Violation, amount
 from rollplex.ir.planned_pool import HostPlace
+from rollplex.ir.steps import named
 
 
 def placed(facts: Facts) -> Iterator[Violation]:
@@ -74,7 +75,7 @@ def apart(facts: Facts, cuts: Cuts, held: Sequence[Spans]) -> Iterator[Violation
 
 def _spans(facts: Facts, held: Sequence[Spans]) -> dict[str, list[Span]]:
     """When each object has its place: from its first copy to its last use, or for ever."""
-    last = {(at.process, name): at.index for at in facts.steps() for name in names(at.step)}
+    last = {(at.process, name): at.index for at in facts.steps() for name in named(at.step)}
     found: dict[str, list[Span]] = {}
     for span in (s for one in held for s in one.host):
         first, stop = span.first, last.get((span.process, span.object), span.last)

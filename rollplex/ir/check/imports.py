@@ -1,8 +1,9 @@
 """Imports: pages that one process maps from another, which the owner keeps where they are meanwhile.
 
     rollout   [ imported for the whole run ........................................ ]    readers, and no step says more
-    rollout   map actor.snapshot (imported) | generate | unmap actor.snapshot (imported)       explicit: train may
-    train                                                 drop | map | update_chunk ..         remap it in between
+    rollout   generate | unmap actor.snapshot (imported)             map actor.snapshot (imported)    explicit: train
+    train                             drop | map | update_chunk ..                                    may remap it
+Before the first iteration every reader binds what it imports, so each iteration begins bound, and ends so.
 Source: paper section 3.2 (stable-address staging) and section 3.3 (binding and refresh).
 """
 
@@ -39,6 +40,9 @@ def bindings(steps: list[At]) -> tuple[list[Binding], list[Violation]]:
     found, wrong = list[Binding](), list[Violation]()
     since: At | None = None
     bound = starts_bound = not steps or steps[0].step.kind == "unmap"
+    if not starts_bound:
+        name = imports(steps[0].step) or ""
+        wrong.append(Violation("import-start", f"{name} is imported since before the iteration", steps[0], name))
     for at in steps:
         maps, name = at.step.kind == "map", imports(at.step) or ""
         if maps == bound:
@@ -61,6 +65,9 @@ def check_imports(facts: Facts, order: Order) -> Iterator[Violation]:
     for at in facts.steps():
         moves.setdefault(moved(at.step) or "", []).append(at)
     for o in facts.objects.values():
+        if o.readers and o.start != "hbm":
+            what = f"{', '.join(o.readers)} imports {o.name} before the iteration, when it has no pages"
+            yield Violation("import-start", what, None, o.name, o.bytes, where=f"{o.process}, {o.name}")
         for reader in o.readers:
             own = [at for at in facts.steps(reader) if imports(at.step) == o.name]
             found, wrong = bindings(own)

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rollplex.ir.check.facts import Facts, names, offloaded, reads, streams, writes
+from rollplex.ir.check.facts import Facts, offloaded, reads, streams, writes
 from rollplex.ir.check.held import LASTING, NOTHING, Held, Parts, Spans
 from rollplex.ir.check.release import Layers, layers, needed, remade
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import PlannedObject
-from rollplex.ir.steps import Drop, Fetch, Map, MapPart, Offload, Run, Unmap, UnmapPart, UpdateChunk, describe
+from rollplex.ir.steps import Drop, Fetch, Map, MapPart, Offload, Run, Unmap, UnmapPart, UpdateChunk, describe, named
 
 SAVES = ("prefix",)
 """Tasks that stream phase-local state out to the host; all others stream it in."""
@@ -56,7 +56,7 @@ class Replay:
 
     def _begin(self) -> None:
         for at in self.facts.steps(self.process):
-            self._last_use |= dict.fromkeys(names(at.step), at.index)
+            self._last_use |= dict.fromkeys(named(at.step), at.index)
             if isinstance(at.step, UpdateChunk):
                 self._last_chunk[at.step.role] = at.index
         for o in self.facts.objects.values():
@@ -278,7 +278,7 @@ class Replay:
 
     def _forget_after_last_use(self, at: At) -> None:
         """State that does not outlive an iteration gives its place in the pinned pool back after its last use."""
-        for held in (self._held[n] for n in names(at.step) if n in self._held):
+        for held in (self._held[n] for n in named(at.step) if n in self._held):
             if held.o.class_ not in LASTING and at.index >= self._last_use[held.o.name]:
                 held.free_host(at.index)
 

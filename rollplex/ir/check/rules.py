@@ -64,6 +64,11 @@ RULES: dict[str, Rule] = {
     "race": Rule(
         "no page changes while another process may use it", "paper 3.1", "order the two steps by an event"
     ),
+    "import-start": Rule(
+        "what a process imports has pages when an iteration starts, and is bound",
+        "design 6",
+        "let the reader unmap it before it maps it again",
+    ),
     "imported-pages": Rule(
         "an owner keeps the pages that others have imported", "paper 3.2, 3.3", "let the readers unmap them first"
     ),

@@ -6,7 +6,6 @@ calibrate(job, Path("h200.json"))     Path written; what was measured is written
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -43,6 +42,7 @@ def calibrate(
         decode, prefix = (stack.enter_context(_station(job, name, environment)) for name in SHARES)
         for station in (decode, prefix):
             station.wait()
+        check_sms(job, decode.facts["device"], decode.facts["sms"])
         grid = Grid.of(job, decode.facts["sms"], seconds, quick)
         begin(grid)
         measurement = Measurement(decode, prefix, grid, tell)
@@ -93,10 +93,18 @@ def check_gpu(job: Job, found: str) -> str:
     name = job.device.name
     if not found:
         raise RunError("this machine has no GPU that CUDA sees", where="GPU", hint="unset CUDA_VISIBLE_DEVICES")
-    if name.split("-")[0].lower() not in re.split(r"[ -]", found.lower()):
+    if not job.device.is_called(found):
         what = f"the job's GPU is {name}, this machine has {found}"
         raise RunError(what, where="cluster.gpu", hint=f"run on a machine with {name}, or state cluster.gpu")
     return name
+
+
+def check_sms(job: Job, device: str, sms: int) -> None:
+    """RunError where the GPU has other SMs than the table of GPUs says: plans would refuse what is measured there."""
+    if sms != job.device.sms:
+        what = f"{device} has {sms} SMs, the table of GPUs has {job.device.name} with {job.device.sms}"
+        hint = "calibrate a whole GPU (no MIG slice), of the make that `rollplex gpus` lists"
+        raise RunError(what, where="cluster.gpu", hint=hint)
 
 
 def write_whole(path: Path, text: str) -> None:

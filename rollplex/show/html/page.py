@@ -19,6 +19,7 @@ from rollplex.show.html.markup import Markup, el, join
 from rollplex.show.html.scale import LEAST, TimeScale, time_scale
 from rollplex.show.html.stack import Stack, band_picture, legend, stack_picture, unit_of
 from rollplex.show.html.style import script, style_sheet
+from rollplex.show.parts import in_parts
 from rollplex.show.text import unit_for
 
 Held = Mapping[str, Mapping[str, int]]
@@ -209,6 +210,7 @@ def _schedule(plan: Plan, time: TimeScale) -> Markup:
 
 def _contract(plan: Plan, colours: Mapping[str, Shade]) -> Markup:
     about = "+ made in this window, \u2022 used in it; host: in the pinned pool; drop: to be made again"
+    about += "; part: comes or goes in parts" if in_parts(plan) else ""
     return _section(
         "State contract", el("p", about, class_="faint"), el("div", tables.contract(plan, colours), class_="contract")
     )

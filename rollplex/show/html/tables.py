@@ -9,6 +9,7 @@ from rollplex.ir.planned_job import job_of
 from rollplex.ir.planned_node import NODE_TITLES
 from rollplex.show.html.families import Shade
 from rollplex.show.html.markup import Markup, el, join
+from rollplex.show.parts import in_parts, told
 from rollplex.show.sharing import sharing_rows
 from rollplex.show.text import Unit, seconds, size, unit_for
 from rollplex.show.verdict import HAS, capacity_of, percent
@@ -86,7 +87,8 @@ def contract(plan: Plan, shades: Mapping[str, Shade]) -> Markup:
     objects, windows = plan.summary.objects, plan.summary.windows
     unit = unit_for(o.bytes for o in objects)
     head = ("object", unit.name, "class", *(w.name for w in windows))
-    rows = [(_named(o, shades), unit(o.bytes), _class(o), *_places(plan, o)) for o in objects]
+    parts = in_parts(plan)
+    rows = [(_named(o, shades), unit(o.bytes), _class(o), *_places(plan, o, parts)) for o in objects]
     return table(head, rows, "State contract: where every object is in every window", (1,))
 
 
@@ -98,12 +100,13 @@ def _class(o: PlannedObject) -> str:
     return o.class_ + (", attached" if o.attached else "")
 
 
-def _places(plan: Plan, o: PlannedObject) -> list[Cell]:
+def _places(plan: Plan, o: PlannedObject, parts: frozenset[tuple[str, str]]) -> list[Cell]:
     cells: list[Cell] = []
     for w in plan.summary.windows:
         place = o.residency.get(w.name, "-")
         mark = " +" if w.name == o.produced else " \u2022" if w.name in o.consumed else ""
-        cells.append((PLACES[place] + mark, f"at-{place if place != '-' else 'none'}"))
+        shown = "part" if (o.name, w.name) in parts else PLACES[place]
+        cells.append((shown + mark, f"at-{place if place != '-' else 'none'}"))
     return cells
 
 
@@ -158,9 +161,10 @@ def times(plan: Plan) -> Markup:
 def chunks(plan: Plan) -> Markup:
     """Pieces of the update, the microbatch, the sharing policy."""
     o, m, policy = plan.summary.chunks.optimizer, plan.summary.chunks.microbatch, plan.summary.policy
+    released = f", {text}" if (text := told(plan)) else ""
     return pairs(
         (
-            ("optimizer", f"{o.count} \u00d7 {size(o.bytes)}, {size(o.workspace_bytes)} in flight"),
+            ("optimizer", f"{o.count} \u00d7 {size(o.bytes)}, {size(o.workspace_bytes)} in flight{released}"),
             ("microbatch", f"{m.prefix_prompts} prompt, {m.suffix_responses} responses"),
             (
                 "sharing",
