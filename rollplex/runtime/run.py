@@ -58,7 +58,7 @@ from rollplex.runtime.trace import TraceFile
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a complete run leaves: `digests` are sha256 of all training state, `facts` what engines state."""
+    """What a complete run leaves: `digests` are those of all training state, `facts` what engines state."""
 
     report: Report
     digests: dict[str, str]

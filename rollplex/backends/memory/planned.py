@@ -177,7 +177,7 @@ class PlannedObjects:
         return name in self._arenas
 
     def shared_digest(self) -> str:
-        """sha256 of all pages that two processes of this GPU share, those of the trained role's weights."""
+        """Of all pages that two processes of this GPU share, those of the trained role's weights."""
         names = sorted([*(o.name for o in self.owned.values() if o.readers), *self.imported])
         return digest(*(self.pages(name, torch.uint8) for name in names))
 

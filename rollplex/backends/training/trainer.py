@@ -153,7 +153,8 @@ class TrainEngine:
 
     def digests(self) -> dict[str, str]:
         names = dict.fromkeys(name for role in self.job.trained for name in self._replicas[role].objects.values())
-        return {name: digest(self._objects.current(name, self.dtype)) for name in names}
+        where = self._objects.device.torch
+        return {name: digest(self._objects.current(name, self.dtype), device=where) for name in names}
 
     def close(self) -> None:
         self._work.groups.clear()
