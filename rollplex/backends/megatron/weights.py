@@ -61,7 +61,7 @@ def save_weights(
     if group.size() == 1:
         dtype = next(iter(views.values())).dtype
         host.write_model(
-            directory, {t.name: (dtype, t.shape) for t in spec.tensors()}, _whole(spec, stored, views), spec.config
+            directory, {t.name: (dtype, t.shape) for t in spec.tensors()}, assembled(spec, stored, views), spec.config
         )
         return
     tensors = gather(spec, stored, views, group)
@@ -69,7 +69,7 @@ def save_weights(
         host.save_weights(directory, tensors, spec.config)
 
 
-def _whole(spec: ModelSpec, stored: Stored, views: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+def assembled(spec: ModelSpec, stored: Stored, views: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
     """Makes a Hugging Face tensor of the one rank's parameters, on their device: a view where it is one of them."""
     shapes = {t.name: t.shape for t in spec.tensors()}
     pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
