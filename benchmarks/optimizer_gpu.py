@@ -1,6 +1,6 @@
 """The optimizer's stream on a GPU: pinned FP32 state through a ring of workspaces, against the link it goes over.
 
-    python benchmarks/optimizer_gpu.py [MILLIONS OF PARAMETERS] [--chunk MILLIONS] [--gpu N]
+    python -m benchmarks.optimizer_gpu [MILLIONS OF PARAMETERS] [--chunk MILLIONS] [--gpu N]
 
 One run measures the link each way, both ways at once, and the stream with 1, 2 and 3 chunks in flight; an update moves
 16 bytes a parameter to the GPU (master, two moments, gradient) and 12 back. Medians of 5.
@@ -9,12 +9,16 @@ One run measures the link each way, both ways at once, and the stream with 1, 2 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
 
+from benchmarks.page import table
 from rollplex.backends.cuda.lanes import StreamLanes
 from rollplex.backends.cuda.pinned import register
 from rollplex.backends.cuda.vmm import CudaMemory
@@ -63,43 +67,75 @@ def update(adam: ChunkedAdam, chunks: list[tuple[int, int]], rooms: list[Workspa
         stream.update(index)
 
 
+@dataclass(frozen=True)
+class Stream:
+    """One run: GB/s of the link to the GPU, back, and each way at once; seconds of an update by chunks in flight."""
+
+    millions: int
+    link: tuple[float, float, float]
+    seconds: dict[int, float]
+
+    @property
+    def bound_s(self) -> float:
+        """What the busier direction takes while both are at work."""
+        return max(TO_GPU, BACK) * self.millions * 1e6 / 1e9 / self.link[2]
+
+    def share(self, in_flight: int) -> float:
+        """Of the duplex link's rate, 0 to 1."""
+        return self.bound_s / self.seconds[in_flight]
+
+    def rates(self, in_flight: int) -> tuple[float, float]:
+        """GB/s to the GPU, and back."""
+        to_gpu, back = (n * self.millions * 1e6 / 1e9 / self.seconds[in_flight] for n in (TO_GPU, BACK))
+        return to_gpu, back
+
+
+def measure(millions: int, chunk: int, gpu: int, say: Callable[[str], object] = print) -> Stream:
+    """So many million parameters, in chunks of so many millions."""
+    numel, size = millions * 10**6, chunk * 10**6
+    pool = HostMemory().reserve("pinned", 4 * 4 * numel)
+    pool.map()
+    began = time.perf_counter()
+    register(pool, gpu)
+    say(f"pinned {pool.nbytes / 2**30:.1f} GiB in {time.perf_counter() - began:.1f} s")
+    state = FlatState(*(pool.view(4 * numel * i, (numel,), torch.float32) for i in range(4)))
+    rates = link(state.master[: 256 << 20], state.grad[: 256 << 20])
+    for part in (state.master, state.exp_avg, state.exp_avg_sq, state.grad):
+        part.zero_()
+    arena = CudaMemory(gpu).reserve("actor.snapshot", 2 * numel)
+    arena.map()
+    snapshot = {"actor": arena.view(0, (numel,), torch.bfloat16)}
+    adam = ChunkedAdam(AdamConfig(1e-6, weight_decay=0.01), flat_layout([("actor", numel)]), state, snapshot)
+    chunks = [(at, min(at + size, numel)) for at in range(0, numel, size)]
+    seconds = {}
+    for in_flight in (1, 2, 3):
+        rooms = [allocate_workspace(size, torch.float32, "cuda") for _ in range(in_flight)]
+        seconds[in_flight] = timed(lambda rooms=rooms: update(adam, chunks, rooms, 1))
+    return Stream(millions, rates, seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("millions", nargs="?", type=int, default=1500)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures there too")
     asked = parser.parse_args()
     torch.cuda.set_device(asked.gpu)
-    numel, size = asked.millions * 10**6, asked.chunk * 10**6
-    pool = HostMemory().reserve("pinned", 4 * 4 * numel)
-    pool.map()
-    began = time.perf_counter()
-    register(pool, asked.gpu)
-    gib = pool.nbytes / 2**30
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{asked.millions} M parameters, chunks of {asked.chunk} M")
-    print(f"pinned {gib:.1f} GiB in {time.perf_counter() - began:.1f} s")
-    state = FlatState(*(pool.view(4 * numel * i, (numel,), torch.float32) for i in range(4)))
-    up, down, both = link(state.master[: 256 << 20], state.grad[: 256 << 20])
+    found = measure(asked.millions, asked.chunk, asked.gpu)
+    up, down, both = found.link
     print(f"link {up:.1f} GB/s to the GPU, {down:.1f} back, {both:.1f} each way at once\n")
-    for part in (state.master, state.exp_avg, state.exp_avg_sq, state.grad):
-        part.zero_()
-    arena = CudaMemory(asked.gpu).reserve("actor.snapshot", 2 * numel)
-    arena.map()
-    snapshot = {"actor": arena.view(0, (numel,), torch.bfloat16)}
-    adam = ChunkedAdam(AdamConfig(1e-6, weight_decay=0.01), flat_layout([("actor", numel)]), state, snapshot)
-    chunks = [(at, min(at + size, numel)) for at in range(0, numel, size)]
-    bound = max(TO_GPU, BACK) * numel / 1e9 / both
-    print("| in flight | workspaces GiB | update s | GB/s to the GPU | GB/s back | share of the duplex link |")
-    print("|---|---|---|---|---|---|")
-    for in_flight in (1, 2, 3):
-        rooms = [allocate_workspace(size, torch.float32, "cuda") for _ in range(in_flight)]
-        seconds = timed(lambda rooms=rooms: update(adam, chunks, rooms, 1))
-        rates = [bytes_ * numel / 1e9 / seconds for bytes_ in (TO_GPU, BACK)]
-        print(
-            f"| {in_flight} | {in_flight * 16 * size / 2**30:.1f} | {seconds:.3f} | {rates[0]:.1f} | {rates[1]:.1f} | "
-            f"{100 * bound / seconds:.0f} % |"
-        )
+    rows = []
+    for n, seconds in found.seconds.items():
+        room, rates = n * 16 * asked.chunk * 10**6 / 2**30, found.rates(n)
+        figures = (f"{room:.1f}", f"{seconds:.3f}", f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{found.share(n):.0%}")
+        rows.append((str(n), *figures))
+    head = ("in flight", "workspaces GiB", "update s", "GB/s to the GPU", "GB/s back", "share of the duplex link")
+    print("\n".join(table(head, rows)))
+    if asked.json:
+        asked.json.write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
 if __name__ == "__main__":

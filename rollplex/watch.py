@@ -24,6 +24,7 @@ from rollplex.runtime.events import (
     IterationDone,
     Resumed,
     RunEvent,
+    StageBegun,
     Started,
     StepEntered,
     Stopping,
@@ -72,6 +73,8 @@ class RunWatch:
                 self._say(f"{len(pids)} engine processes started")
             case Resumed(step, skipped):
                 self._resumed(step, skipped)
+            case StageBegun(process, stage):
+                self._say(f"{process!s:<12} {stage}")
             case EnginesReady():
                 self._update(description="training")
             case StepEntered(process, _, step) if process.kind == "train":

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -28,10 +28,10 @@ import psutil
 from fault_cells import SILENT_S, STEP_S, STEPS, Cell
 from leftovers import leftovers
 from runtime_tiny import luck, tight_plan
+from struck import first_line, left, told, until
 
 from rollplex.ir.errors import RollplexError
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import describe
 from rollplex.runtime import checkpoint
 from rollplex.runtime.events import CheckpointWritten, IterationDone, Progress, Resumed, RunEvent, Started, StepEntered
 from rollplex.runtime.events import silent as no_progress
@@ -92,10 +92,10 @@ class Bench:
         shutil.rmtree(out, ignore_errors=True)
         before = self._leftovers()
         verdict = self._strike(cell, out)
-        verdict.wrong += _left(before, self._leftovers())
+        verdict.wrong += left(before, self._leftovers())
         if cell.resumes:
             verdict.wrong += self._resume(cell, out)
-            verdict.wrong += _left(before, self._leftovers())
+            verdict.wrong += left(before, self._leftovers())
         return verdict
 
     def _strike(self, cell: Cell, out: Path) -> Verdict:
@@ -117,25 +117,15 @@ class Bench:
         with self._fault(cell):
             error = self._failing(out)
         late = time.monotonic() - float(self._hit.read_text())
-        verdict = Verdict(f"told after {late:.1f} s: {_line(error)}")
+        verdict = Verdict(f"told after {late:.1f} s: {first_line(error)}")
         if late > {"SIGSTOP": SILENT_S, "hang": STEP_S}.get(cell.fault, 0.0) + SLACK_S:
             verdict.wrong.append(f"noticed after {late:.1f} s")
-        if not re.search(self._told(cell), _line(error)):
+        if not re.search(self._told(cell), first_line(error)):
             verdict.wrong.append(f"{self._told(cell)} was expected")
         return verdict
 
     def _told(self, cell: Cell) -> str:
-        """What the error says: who, what happened to it, in which step."""
-        step = re.escape(f"in step `{describe(self.plan.programs[cell.process][cell.index])}`")
-        match cell.fault:
-            case "SIGKILL":
-                return rf"{cell.process} 0 \(pid \d+\) was killed by SIGKILL {step}"
-            case "SIGSTOP":
-                return rf"{cell.process} 0 \(pid \d+\) has said nothing for {SILENT_S:g} s {step}"
-            case "hang":
-                return rf"{cell.process} 0 (\(pid \d+\) )?has been at it for {STEP_S:g} s {step}"
-            case _:
-                return "a fault was injected here"
+        return told(cell.process, cell.fault, self.plan.programs[cell.process][cell.index], SILENT_S, STEP_S)
 
     def _strike_controller(self, cell: Cell, out: Path) -> Verdict:
         """The controller is a process of its own; one that was stopped is killed when its engines have given up."""
@@ -148,13 +138,13 @@ class Bench:
                 str(self.written),
             ]
             controller = subprocess.Popen(command, stdout=log, stderr=log)
-            wrong = _until(self._hit.exists, 120, "the controller came to the step")
+            wrong = until(self._hit.exists, 120, "the controller came to the step")
             engines = psutil.Process(controller.pid).children(recursive=True)
             if cell.fault == "SIGSTOP":
-                wrong += _until(lambda: _gone(engines), SILENT_S + SLACK_S, "its engines gave up")
+                wrong += until(lambda: _gone(engines), SILENT_S + SLACK_S, "its engines gave up")
                 controller.kill()
             controller.wait(SLACK_S)
-            wrong += _until(lambda: _gone(engines), SLACK_S, "its engines ended")
+            wrong += until(lambda: _gone(engines), SLACK_S, "its engines ended")
         late = time.monotonic() - float(self._hit.read_text()) if self._hit.exists() else float("nan")
         if controller.returncode != -signal.SIGKILL:
             wrong.append(f"the controller exited with {controller.returncode}")
@@ -183,25 +173,25 @@ class Bench:
         finally:
             patch.stopall()
         wanted = "cannot write the weights" if final else "cannot write the checkpoint: (File too large|No space left)"
-        verdict = Verdict(f"the run ends: {_line(error)}")
-        if not re.search(wanted, _line(error)):
+        verdict = Verdict(f"the run ends: {first_line(error)}")
+        if not re.search(wanted, first_line(error)):
             verdict.wrong.append(f"{wanted} was expected")
         verdict.wrong += [f"half a checkpoint stayed: {path.name}" for path in out.glob("checkpoints/*.partial")]
         return verdict
 
     def _second(self, cell: Cell, out: Path) -> Verdict:
         """While the first run is in a phase another begins on its directory: it is refused, and the first goes on."""
-        told: list[str] = []
+        said: list[str] = []
 
         def progress(event: RunEvent) -> None:
-            if not isinstance(event, StepEntered) or event.iteration != 1 or told:
+            if not isinstance(event, StepEntered) or event.iteration != 1 or said:
                 return
             if event.step.window.startswith(cell.where):
-                told.append(_line(self._failing(out, resume=cell.fault == "second --resume")))
+                said.append(first_line(self._failing(out, resume=cell.fault == "second --resume")))
 
         same = bits_of(run(self.plan, out, progress)) == self.reference
         verdict = Verdict(
-            f"refused: {told[0] if told else 'nothing'}", [] if same else ["the first came to other bits"]
+            f"refused: {said[0] if said else 'nothing'}", [] if same else ["the first came to other bits"]
         )
         if f"another run is using this directory (pid {os.getpid()})" not in verdict.outcome:
             verdict.wrong.append("the second run was not refused")
@@ -220,7 +210,7 @@ class Bench:
                 _damage(path / "train-0.safetensors", cell.fault)
             error = self._failing(out, resume=True)
             way_out = "to begin again from step 0" in str(error)
-            return Verdict(f"refused: {_line(error)}", [] if way_out else ["no way out was told"])
+            return Verdict(f"refused: {first_line(error)}", [] if way_out else ["no way out was told"])
         _damage(newest / cell.where, cell.fault)
         return Verdict("resumed from step 1; step-2 was named, with what is wrong with it")
 
@@ -256,12 +246,12 @@ class Bench:
         try:
             result = run(self.plan, out, seen.append, resume=True)
         except RollplexError as err:
-            return [f"not resumed: {_line(err)}"]
+            return [f"not resumed: {first_line(err)}"]
         wrong = [] if bits_of(result) == self.reference else ["resumed to other bits"]
-        told = next((event for event in seen if isinstance(event, Resumed)), None)
+        begun = next((event for event in seen if isinstance(event, Resumed)), None)
         if cell.process == "all":
-            skipped = [Path(problem.where).name for problem in told.skipped] if told else []
-            wrong += [] if told and (told.step, skipped) == (1, ["step-2"]) else [f"resumed as {told}"]
+            skipped = [Path(problem.where).name for problem in begun.skipped] if begun else []
+            wrong += [] if begun and (begun.step, skipped) == (1, ["step-2"]) else [f"resumed as {begun}"]
         return wrong
 
 
@@ -282,25 +272,6 @@ def _damage(path: Path, how: str) -> None:
             data = {**json.loads(body), "plan": "0" * 64}
             del data["sha256"]
             checkpoint._write_json(path, data)
-
-
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
-def _left(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What is there now and was not before."""
-    return [f"left: {kind} {item}" for kind in before for item in after[kind] if item not in before[kind]]
-
-
-def _until(condition: Callable[[], bool], seconds: float, what: str) -> list[str]:
-    """Wait; what is wrong if it does not come."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return [f"not within {seconds:g} s: {what}"]
-        time.sleep(0.02)
-    return []
 
 
 def _gone(processes: list[psutil.Process]) -> bool:

@@ -19,13 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollplex.backends.tensorfile import NAMES, Blocks, header, shapes_of
 from rollplex.ir.errors import RunError
-
-BLOCK = 16 << 20
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
 def _places(path: Path) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
     """Dtype, shape, first byte and bytes of every tensor of a file."""
-    dtypes = {name: dtype for dtype, name in _NAMES.items()}
+    dtypes = {name: dtype for dtype, name in NAMES.items()}
     try:
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -116,16 +111,8 @@ def _places(path: Path) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
 
 
 def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """The file from its first byte to its last: length of the header, header, data."""
-    header, at = {}, 0
-    for name, tensor in tensors.items():
-        stop = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
-        at = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    """The file from its first byte to its last."""
+    yield header(shapes_of(tensors))
+    blocks = Blocks()
     for tensor in tensors.values():
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
-        for start in range(0, len(data), BLOCK):
-            yield data[start : start + BLOCK]
+        yield from blocks.of(tensor)

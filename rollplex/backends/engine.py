@@ -219,7 +219,7 @@ class Engine(Tasks, Protocol):
         ...
 
     def digests(self) -> dict[str, str]:
-        """sha256 of every piece of training state, by name."""
+        """Digests of all training state, by name (digest.py)."""
         ...
 
     def close(self) -> None:

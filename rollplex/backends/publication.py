@@ -25,7 +25,7 @@ _HINT = "end the run and start again: a process has written weights, or publishe
 
 @dataclass(frozen=True)
 class Stamp:
-    """Version `version` is whole if no chunk of the next one is `written`; `digest` is sha256 of its pages, or ""."""
+    """Version `version` is whole if no chunk of the next one is `written`; `digest` is that of its pages, or ""."""
 
     version: int = 0
     written: int = 0

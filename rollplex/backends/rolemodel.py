@@ -88,8 +88,8 @@ class RoleModel(Protocol):
         """Give the master copies of these trained parameters, each flat and whole, their initial values."""
         ...
 
-    def initial(self, part: Part) -> Tensor:
-        """Initial values of a part, flat, as its object holds them."""
+    def initialise(self, part: Part, flat: Tensor) -> None:
+        """Give flat memory the initial values of a part, as its object holds them."""
         ...
 
     def exchange(self, groups: Groups) -> None:

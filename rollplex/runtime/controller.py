@@ -57,6 +57,7 @@ from rollplex.runtime.protocol import (
     Stop,
 )
 from rollplex.runtime.spans import Timeline
+from rollplex.runtime.stages import LIFE, Stages
 from rollplex.runtime.state import ProcessState
 
 EXIT_S = 20.0  # from the end of a healthy process' channel to its exit
@@ -65,12 +66,13 @@ EXIT_S = 20.0  # from the end of a healthy process' channel to its exit
 class Controller:
     """Steps the barriers and events of a run by the messages of its processes; also the controller's own Link."""
 
-    def __init__(self, plan: Plan, job: Job, crew: Crew, tasks: Tasks, progress: Progress) -> None:
+    def __init__(self, plan: Plan, job: Job, crew: Crew, tasks: Tasks, progress: Progress, stages: Stages) -> None:
         programs = {process: plan.programs[process.kind] for process in (CONTROLLER, *crew.members)}
         self.plan = plan
         self.job = job
         self.crew = crew
         self.progress = progress
+        self.stages = stages
         self.timeline = Timeline(programs)
         self.reports: dict[ProcessId, EngineReport] = {}
         self.facts: dict[ProcessId, dict[str, Any]] = {}
@@ -190,6 +192,8 @@ class Controller:
                 self._entered(process, iteration, index)
             case Stage(lane, text):
                 self.timeline.stage(process, lane, text)
+                if lane == LIFE:
+                    self.stages.begin(process, text)
             case Held(waiting):
                 if not waiting:  # who waits is not at work
                     self._works(process)

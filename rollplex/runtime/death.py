@@ -27,15 +27,15 @@ _WHY = {
 
 
 def place(process: ProcessId, timeline: Timeline) -> str:
-    """`in step .., window P1 decode, iteration 3`, with stages of chunks at work, or that it was still starting."""
+    """`in step .., window P1 decode, iteration 3`, with stages of chunks at work, or of its start."""
+    stages = ", ".join(timeline.lanes.get(process, {}).values())
+    at_work = f" ({stages})" if stages else ""
     if process in timeline.current:
         iteration, step = timeline.current[process]
-        stages = ", ".join(timeline.lanes.get(process, {}).values())
-        at_work = f" ({stages})" if stages else ""
         return f"in step `{describe(step)}`{at_work}, window {step.window}, iteration {iteration}"
     if process in timeline.finished:
         return f"after iteration {timeline.finished[process]}"
-    return "while it was starting"
+    return f"while it was starting{at_work}"
 
 
 def status(member: Member, within_s: float) -> int | None:

@@ -18,6 +18,14 @@ class Started:
 
 
 @dataclass(frozen=True)
+class StageBegun:
+    """Before the first step or behind the last, a process begins something that may take seconds."""
+
+    process: ProcessId
+    stage: str
+
+
+@dataclass(frozen=True)
 class EnginesReady:
     """Every engine holds its initial state; iterations begin."""
 
@@ -65,7 +73,7 @@ class Stopping:
     iteration: int
 
 
-RunEvent = Started | Resumed | EnginesReady | CheckpointWritten | StepEntered | IterationDone | Stopping
+RunEvent = Started | StageBegun | Resumed | EnginesReady | CheckpointWritten | StepEntered | IterationDone | Stopping
 Progress = Callable[[RunEvent], None]
 
 

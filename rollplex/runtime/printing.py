@@ -34,6 +34,7 @@ def print_report(report: Report, console: Console) -> None:
             f"{o.post_hidden_s:.2f} s of it ({o.post_hidden_share:.0%}) ran while rollout was decoding"
         )
     _print_objects(report, console)
+    _print_stages(report, console)
 
 
 def _progress(report: Report) -> str:
@@ -127,6 +128,15 @@ def _print_places(report: Report, console: Console) -> None:
             f"[red]pool       {row.window}: {row.object} at bytes {_bytes(row.measured)}, "
             f"planned {_bytes(row.planned)}[/]"
         )
+
+
+def _print_stages(report: Report, console: Console) -> None:
+    """Seconds before the first step and behind the last, of the first process of a kind: the others do the same."""
+    for phase in ("start", "end"):
+        rows = [row for row in report.stages if row.phase == phase]
+        for place, process in enumerate(p for p in dict.fromkeys(row.process for row in rows) if p.endswith(" 0")):
+            told = ", ".join(f"{row.stage} {row.seconds:.1f}" for row in rows if row.process == process)
+            console.print(f"{phase if place == 0 else '':<11}{process.removesuffix(' 0')}: {told} s")
 
 
 def _bytes(place: Place | None) -> str:

@@ -21,6 +21,7 @@ from rollplex.runtime.memorylog import ObjectBytes, PieceBytes, PlaceInPool, Win
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.sampling import SampledGroups
 from rollplex.runtime.spans import Span
+from rollplex.runtime.stages import StageTime
 
 TRAIN = ProcessId("train", 0)
 
@@ -61,6 +62,17 @@ class Overlap:
         return self.post_hidden_s / self.post_s if self.post_s else 0.0
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step. `windows` are those of the first training rank by name, without what it waited for others;
+    the first step of a run measures workspaces, and counts in no mean if there is another.
+    """
+
+    step_s: float
+    overlap: Overlap
+    windows: dict[str, float]
+
+
 @dataclass
 class Report:
     """Everything but the trace; `metrics` has one entry an iteration."""
@@ -76,6 +88,8 @@ class Report:
     sampling: SampledGroups | None = None
     times: list[WindowTime] = field(default_factory=list)
     overlap: Overlap = field(default_factory=lambda: Overlap(0.0, 0.0, 0.0))
+    steps: list[StepTime] = field(default_factory=list)
+    stages: list[StageTime] = field(default_factory=list)
     memory: list[WindowBytes] = field(default_factory=list)
     objects: list[ObjectBytes] = field(default_factory=list)
     pieces: list[PieceBytes] = field(default_factory=list)
@@ -95,28 +109,30 @@ class Report:
 
 class TimeLog:
     """Times of one iteration after another, kept as sums; the first, in which workspaces are measured, counts only
-    until there is a second.
+    until there is a second. `steps` has each.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._iterations = 0
+        self.steps: list[StepTime] = []
         self._forget()
 
     def add(self, spans: Sequence[Span], step_s: float) -> None:
         """The spans of one iteration, and the seconds it took."""
-        self._iterations += 1
-        if self._iterations == 2:
+        if len(self.steps) == 1:
             self._forget()
         self._counted += 1
         self._step_s += step_s
         overlap = measured_overlap(spans)
         self._overlap = [a + b for a, b in zip(self._overlap, astuple(overlap), strict=True)]
-        for span in spans:
-            if span.process == TRAIN:
-                window = self._seconds.setdefault(span.step.window, [0.0, 0.0])
-                window[0] += span.seconds + span.held_s
-                window[1] += span.held_s + (span.seconds if isinstance(span.step, Wait | Barrier) else 0.0)
+        worked: dict[str, float] = {}
+        for span in (span for span in spans if span.process == TRAIN):
+            window = self._seconds.setdefault(span.step.window, [0.0, 0.0])
+            waited = span.seconds if isinstance(span.step, Wait | Barrier) else 0.0
+            window[0] += span.seconds + span.held_s
+            window[1] += waited + span.held_s
+            worked[span.step.window] = worked.get(span.step.window, 0.0) + span.seconds - waited
+        self.steps.append(StepTime(step_s, overlap, worked))
 
     @property
     def step_s(self) -> float:

@@ -53,12 +53,13 @@ from rollplex.runtime.resume import Beginning, begin_at, store_plan
 from rollplex.runtime.rundir import run_directory
 from rollplex.runtime.sampling import sampled_groups
 from rollplex.runtime.sharing import sharing
+from rollplex.runtime.stages import Stages
 from rollplex.runtime.trace import TraceFile
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a complete run leaves: `digests` are sha256 of all training state, `facts` what engines state."""
+    """What a complete run leaves: `digests` are those of all training state, `facts` what engines state."""
 
     report: Report
     digests: dict[str, str]
@@ -124,6 +125,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.done = self.saved = self.begin.step
         self.times = TimeLog(self.plan)
+        self.stages = Stages(self.progress)
         self.report = Report(self.plan.algorithm, self.plan.schedule, self.job.run.steps)
         self.report.metrics = list(self.begin.metrics)
         self.report.reward = watched(self.plan)
@@ -133,6 +135,7 @@ class _Run:
         controller: Controller | None = None
         try:
             (self.out_dir / "logs").mkdir(exist_ok=True)
+            self.stages.begin(CONTROLLER, "starting processes")
             processes = self._processes()
             with (
                 TraceFile(self._trace_path(), [CONTROLLER, *processes]) as self.trace,
@@ -140,7 +143,7 @@ class _Run:
                 Crew(processes, self.out_dir / "logs", self.job.run.threads, self._modules(), variables) as crew,
             ):
                 tasks = BackgroundTasks(self.feed)
-                controller = Controller(self.plan, self.job, crew, tasks, self.progress)
+                controller = Controller(self.plan, self.job, crew, tasks, self.progress, self.stages)
                 tasks.pump = controller.pump
                 try:
                     result = self._drive(controller)
@@ -148,6 +151,7 @@ class _Run:
                     with suppress(OSError):
                         self.trace.write(controller.timeline.take(), controller.reports)
                     raise
+            self.stages.begin(CONTROLLER, "")
             self._write()
             return result
         except BaseException as err:
@@ -172,6 +176,7 @@ class _Run:
         return {engine_module(p.engine) for kind, p in self.plan.processes.items() if kind != "controller"}
 
     def _drive(self, controller: Controller) -> RunResult:
+        self.stages.begin(CONTROLLER, "")
         with ExitStack() as stack, TemporaryDirectory(prefix="rollplex-") as meeting:
             ledgers = [self._ledgers(gpu) for gpu in range(self.job.gpus)]
             for ledger in chain.from_iterable(ledgers):
@@ -183,8 +188,12 @@ class _Run:
             self.progress(Resumed(self.begin.step, tuple(self.begin.skipped)))
         self.progress(EnginesReady(self.job.run.steps))
         self._iterate(controller)
+        self.stages.phase = "end"
+        self.stages.begin(CONTROLLER, "digests of all state")
         digests = agreed_digests(self.job, controller.ask(Ask("digests")))
+        self.stages.begin(CONTROLLER, "writing final/")
         final = self._save(controller)
+        self.stages.begin(CONTROLLER, "stopping engines")
         controller.stop()
         return RunResult(self.report, digests, controller.facts, self.out_dir, final)
 
@@ -263,6 +272,7 @@ class _Run:
         report.steps_done = self.done
         report.sampling = sampled_groups(self.job, report.metrics)
         report.step_s, report.times, report.overlap = self.times.step_s, self.times.windows(), self.times.overlap
+        report.steps, report.stages = self.times.steps, self.stages.found
         if self.done > self.begin.step:
             report.memory, report.objects = self.memory.windows(self.plan), self.memory.objects(self.plan)
             report.pieces, report.places = self.memory.pieces(self.plan), self.memory.places(self.plan)

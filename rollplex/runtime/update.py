@@ -130,11 +130,12 @@ class StreamedUpdate:
             self._stream = None
 
     def digests(self) -> dict[str, str]:
-        """sha256 of master weights and moments; of a share, with its elements in the flat order."""
+        """Of master weights and moments; of a share, with its elements in the flat order."""
         first, second = self._moments()
         parts, share = {"master": self._flat("master"), "exp_avg": first, "exp_avg_sq": second}, self.trained.share
         cut = "" if self.numel == sum(n for _, n in self.trained.sizes) else f"[{share.start}:{share.stop}]"
-        return {f"{self.trained.role}.{name}{cut}": digest(part) for name, part in parts.items()}
+        where = self.trained.device.torch
+        return {f"{self.trained.role}.{name}{cut}": digest(part, device=where) for name, part in parts.items()}
 
     def _clipped(self, step: UpdateChunk) -> tuple[int, int]:
         """The last share may be shorter than those that the plan has chunks for."""

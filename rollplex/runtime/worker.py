@@ -37,6 +37,7 @@ from rollplex.runtime.protocol import (
     Ready,
     Stop,
 )
+from rollplex.runtime.stages import LIFE
 from rollplex.runtime.state import ProcessState, engine_state
 
 
@@ -63,10 +64,13 @@ def _serve(link: ChildLink) -> None:
     job = Job.model_validate(plan.job)
     link.silent_after(job.run.silent_s)
     be_deterministic(job.run.threads, job.run.seed)
-    engine = build_engine(plan, job, assign, fds)
+    engine = build_engine(plan, job, assign, fds, link)
     state = engine_state(assign.process, plan, job, link, engine)
+    link.stage(LIFE, "sharing pages")
     _share(link, plan, state)
+    link.stage(LIFE, "first values of weights" if state.updates else f"starting {_name(plan, assign)}")
     ready = engine.ready()
+    link.stage(LIFE, "")
     gc.collect()
     gc.freeze()  # what is there now stays, and is not looked through again and again beside the steps
     link.send(Ready(ready))
@@ -84,11 +88,18 @@ def be_deterministic(threads: int, seed: int) -> None:
     fill_memory.fill_uninitialized_memory = False  # costs time, and our results do not read what they did not write
 
 
-def build_engine(plan: Plan, job: Job, assign: Assign, fds: list[int]) -> Engine:
+def build_engine(plan: Plan, job: Job, assign: Assign, fds: list[int], link: ChildLink) -> Engine:
     """The backend's engine for this process; `fds` are the ledgers of the device and of the host."""
     process = assign.process
-    backend = import_module(engine_module(plan.processes[process.kind].engine))
+    link.stage(LIFE, f"importing {_name(plan, assign)}")
+    backend = import_module(engine_module(_name(plan, assign)))
+    link.stage(LIFE, "taking memory")
     return backend.build(plan, job, process.kind, process.rank, fds, Path(assign.meeting))
+
+
+def _name(plan: Plan, assign: Assign) -> str:
+    """Of the process' engine."""
+    return plan.processes[assign.process.kind].engine
 
 
 def _share(link: ChildLink, plan: Plan, state: ProcessState) -> None:

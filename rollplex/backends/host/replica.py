@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rollplex.backends.collectives import Groups
@@ -24,7 +23,6 @@ from rollplex.backends.training.placement import (
     config_of,
     fill,
     split,
-    tensors_of,
     trained_tensors,
     views,
     weight_objects,
@@ -107,10 +105,8 @@ class Replica:
     def fill_master(self, masters: Mapping[str, Tensor]) -> None:
         fill({name: flat.view(self.weights[name].shape) for name, flat in masters.items()}, self.job, self.role)
 
-    def initial(self, part: Part) -> Tensor:
-        flat = torch.empty(sum(t.numel for t in tensors_of(self.job, self.role, part)), dtype=self.dtype)
+    def initialise(self, part: Part, flat: Tensor) -> None:
         fill(views({part: flat}, self.job, self.role), self.job, self.role)
-        return flat
 
     def exchange(self, groups: Groups) -> None:
         raise AssertionError("one rank has the whole model: there is nothing to exchange")

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rollplex.backends.collectives import Groups
@@ -110,11 +109,9 @@ class Replica:
         order = [p for p in self._rank.trained if p.name in masters]
         self._initialise(order, {p.name: masters[p.name].view(p.shape) for p in order})
 
-    def initial(self, part: Part) -> Tensor:
+    def initialise(self, part: Part, flat: Tensor) -> None:
         order = self._rank.of(part)
-        flat = torch.empty(memory.numel(order), dtype=self.dtype)
         self._initialise(order, memory.views(flat, order))
-        return flat
 
     def exchange(self, groups: Groups) -> None:
         for region in self._shard.regions:

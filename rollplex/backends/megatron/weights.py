@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollplex.backends.megatron.groups import Group
@@ -21,17 +21,17 @@ from rollplex.ir.errors import JobError, Problem
 from rollplex.ir.spec import ModelSpec
 
 Read = Callable[[Piece], Tensor]
+Copy = Callable[[Tensor, Tensor], object]
 
 
-@torch.no_grad()
-def fill(order: Iterable[Parameter], views: Mapping[str, Tensor], read: Read) -> None:
+def fill(order: Iterable[Parameter], views: Mapping[str, Tensor], read: Read, copy: Copy = Tensor.copy_) -> None:
     """Give every parameter its values: `read(piece)` are the rows of a Hugging Face tensor; padding becomes zero."""
     for parameter in order:
-        view = views[parameter.name]
+        view = views[parameter.name].detach()
         if not parameter.pieces or sum(p.stop - p.start for p in parameter.pieces) < view.shape[_axis(parameter)]:
             view.zero_()
         for piece in parameter.pieces:
-            rows(parameter, piece, view).copy_(read(piece))
+            copy(rows(parameter, piece, view), read(piece))
 
 
 def load_weights(directory: str | Path, order: Sequence[Parameter], views: Mapping[str, Tensor]) -> None:
@@ -39,17 +39,12 @@ def load_weights(directory: str | Path, order: Sequence[Parameter], views: Mappi
 
     JobError lists all missing tensors and those that are too small at once. Tensors that nobody needs are ignored.
     """
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise JobError("no .safetensors file here", where=directory, hint="save the model with save_pretrained")
-    try:
-        where = {host.memory_name(key): (file, key) for file in files for key in _keys(file)}
-        problems = list(_problems(order, where, str(directory)))
+    with host.opened(directory) as files, host.copying() as copy:
+        slices = {host.memory_name(key): (f, one.get_slice(key)) for f, one in files.items() for key in one.keys()}  # noqa: SIM118
+        problems = list(_problems(order, slices, str(directory)))
         if problems:
             raise JobError(*problems[:20])
-        fill(order, views, lambda piece: _read(*where[piece.source], piece))
-    except (SafetensorError, OSError) as err:
-        raise JobError(f"cannot read the weights: {err}", where=directory) from None
+        fill(order, views, lambda piece: _rows(slices[piece.source][1], piece), copy)
 
 
 def save_weights(
@@ -59,10 +54,39 @@ def save_weights(
     views: Mapping[str, Tensor],
     group: Group,
 ) -> None:
-    """Write all ranks' weights as one Hugging Face directory; every rank of the group calls it, the first writes."""
+    """Write all ranks' weights as one Hugging Face directory; every rank of the group calls it, the first writes.
+
+    One rank alone has it all where it lies: each tensor is put together when it is written.
+    """
+    if group.size() == 1:
+        dtype = next(iter(views.values())).dtype
+        host.write_model(
+            directory, {t.name: (dtype, t.shape) for t in spec.tensors()}, assembled(spec, stored, views), spec.config
+        )
+        return
     tensors = gather(spec, stored, views, group)
     if tensors is not None:
         host.save_weights(directory, tensors, spec.config)
+
+
+def assembled(spec: ModelSpec, stored: Stored, views: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    """Makes a Hugging Face tensor of the one rank's parameters, on their device: a view where it is one of them."""
+    shapes = {t.name: t.shape for t in spec.tensors()}
+    pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
+    for parameter in parameters(spec, stored=stored):
+        for piece in parameter.pieces:
+            found = rows(parameter, piece, views[parameter.name].detach())
+            pieces.setdefault(piece.source, []).append((piece, found))
+
+    def read(name: str) -> Tensor:
+        if len(pieces[name]) == 1:
+            return pieces[name][0][1]
+        whole = pieces[name][0][1].new_empty(shapes[name])
+        for piece, value in pieces[name]:
+            whole.narrow(piece.axis, piece.start, piece.stop - piece.start).copy_(value)
+        return whole
+
+    return read
 
 
 def gather(spec: ModelSpec, stored: Stored, views: Mapping[str, Tensor], group: Group) -> dict[str, Tensor] | None:
@@ -98,24 +122,17 @@ def _axis(parameter: Parameter) -> int:
     return 1 - axis if parameter.transposed else axis
 
 
-def _keys(file: Path) -> list[str]:
-    with safe_open(str(file), framework="pt") as opened:
-        return list(opened.keys())
+def _rows(found: Any, piece: Piece) -> Tensor:
+    """The piece of a file's tensor, without a copy."""
+    return found[piece.start : piece.stop] if piece.axis == 0 else found[:, piece.start : piece.stop]
 
 
-def _read(file: Path, key: str, piece: Piece) -> Tensor:
-    with safe_open(str(file), framework="pt") as opened:
-        found = opened.get_slice(key)
-        return found[piece.start : piece.stop] if piece.axis == 0 else found[:, piece.start : piece.stop]
-
-
-def _problems(order: Iterable[Parameter], where: Mapping[str, tuple[Path, str]], directory: str) -> Iterable[Problem]:
+def _problems(order: Iterable[Parameter], slices: Mapping[str, tuple[Path, Any]], directory: str) -> Iterable[Problem]:
     for piece in (piece for parameter in order for piece in parameter.pieces):
-        if piece.source not in where:
+        if piece.source not in slices:
             yield Problem(f"no tensor {piece.source}", directory)
             continue
-        file, key = where[piece.source]
-        with safe_open(str(file), framework="pt") as opened:
-            got = opened.get_slice(key).get_shape()[piece.axis]
+        file, found = slices[piece.source]
+        got = found.get_shape()[piece.axis]
         if got < piece.stop:
             yield Problem(f"{piece.source} has {got} rows along axis {piece.axis}, {piece.stop} are needed", str(file))

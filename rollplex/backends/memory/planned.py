@@ -7,7 +7,7 @@ in the pool      what the plan gives a place in it: state for ever, the rest fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -177,7 +177,7 @@ class PlannedObjects:
         return name in self._arenas
 
     def shared_digest(self) -> str:
-        """sha256 of all pages that two processes of this GPU share, those of the trained role's weights."""
+        """Of all pages that two processes of this GPU share, those of the trained role's weights."""
         names = sorted([*(o.name for o in self.owned.values() if o.readers), *self.imported])
         return digest(*(self.pages(name, torch.uint8) for name in names))
 
@@ -198,15 +198,17 @@ class PlannedObjects:
         """The engine has written initial values of these objects where they are: note which slots hold them."""
         self._store.filled(*(name for name in names if not self.mapped(name)), step="start")
 
-    def keep(self, name: str, source: torch.Tensor) -> None:
+    def keep(self, name: str, dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> None:
         """Give weights their first values, in their pages if they start with some and in their slot if they have one.
 
-        A frozen role's slot holds them for ever.
+        A frozen role's slot holds them for ever. `fill` writes them into flat memory, once.
         """
-        places = [self.slot(name, source.dtype)] if self.on_host(name) else []
-        places += [self.pages(name, source.dtype)] if self.mapped(name) else []
-        for place in places:
-            place[: len(source)].copy_(source)
+        places = [self.pages(name, dtype)] if self.mapped(name) else []
+        places += [self.slot(name, dtype)] if self.on_host(name) else []
+        for place in places[:1]:
+            fill(place)
+        for place in places[1:]:
+            place.copy_(places[0][: len(place)])
         if self.on_host(name):
             self._store.filled(name, step="start")
 

@@ -2,7 +2,7 @@
 
 copied   snapshot, tower, rebuilt buffer; master and moments too, unless a distributed optimizer shares them out
 own      a distributed optimizer's share of master and moments
-facts    sha256 of what frozen roles hold, so that a run does not go on against other reference weights
+facts    digests of what frozen roles hold, so that a run does not go on against other reference weights
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class CarriedObjects:
 
     @cached_property
     def _frozen(self) -> dict[str, str]:
-        return {name: digest(self._current(name)) for name in self.objects.frozen()}
+        where = self.objects.device.torch
+        return {name: digest(self._current(name), device=where) for name in self.objects.frozen()}
 
     def _current(self, name: str) -> Tensor:
         return self.objects.current(name, self._dtype(name))

@@ -82,8 +82,6 @@ class TrainEngine:
         self._objects.start()
         self._shares = {r: Shares.of(groups, self._replicas[r].trained, job.cuts_optimizer(r)) for r in job.trained}
         self._publication = Publication(self._objects.shared_digest if job.run.verify_weights else None)
-        self._fill()
-        self._publication.start()
         self._beside = Beside(plan.summary.policy, job, live, self._objects.device)
 
     # ---- the life of an engine
@@ -103,6 +101,9 @@ class TrainEngine:
         raise AssertionError("a training rank owns what it reads")
 
     def ready(self) -> dict[str, Any]:
+        """Weights get their first values only now: the rollout engine, which has their pages, starts meanwhile."""
+        self._fill()
+        self._publication.start()
         self._copies.begin()
         return {"inodes": self._objects.inodes(), "pool_locked": self._objects.pool.locked}
 
@@ -153,7 +154,8 @@ class TrainEngine:
 
     def digests(self) -> dict[str, str]:
         names = dict.fromkeys(name for role in self.job.trained for name in self._replicas[role].objects.values())
-        return {name: digest(self._objects.current(name, self.dtype)) for name in names}
+        where = self._objects.device.torch
+        return {name: digest(self._objects.current(name, self.dtype), device=where) for name in names}
 
     def close(self) -> None:
         self._work.groups.clear()
@@ -235,7 +237,7 @@ class TrainEngine:
         for role, replica in self._replicas.items():
             for part, name in replica.objects.items():
                 if role != self.role and role_of(name) == role:
-                    self._objects.keep(name, replica.initial(part))
+                    self._objects.keep(name, self.dtype, partial(replica.initialise, part))
 
     def _undecayed(self, model: RoleModel) -> frozenset[str]:
         """Trained parameters whose tensors the job's patterns name: all of a parameter's, or none (ir/decay.py)."""

@@ -1,5 +1,10 @@
 """Weights of a Hugging Face directory: read straight into the caller's memory, written so that transformers loads them.
 
+    final/config.json
+    final/model.safetensors                                        up to 1 GiB
+    final/model-00001-of-00008.safetensors ..                      more: as many files as are written at a time,
+    final/model.safetensors.index.json                             and which has what
+
 On disk Qwen2.5-VL keeps its old names (`visual.`, `model.layers.`); in memory they are named_parameters() of
 transformers 5 (`model.visual.`, `model.language_model.layers.`). Both are read, the old ones are written.
 """
@@ -7,16 +12,22 @@ transformers 5 (`model.visual.`, `model.language_model.layers.`). Both are read,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from rollplex.backends.tensorfile import Blocks, Shapes, header, shapes_of
 from rollplex.ir.errors import JobError, Problem
+
+AT_A_TIME = 8
+"""Threads that read or write: one alone is bound by its core, at 1 to 2 GB/s."""
+FILE_BYTES = 1 << 30
 
 
 def load_weights(directory: str | Path, views: Mapping[str, Tensor]) -> None:
@@ -25,35 +36,70 @@ def load_weights(directory: str | Path, views: Mapping[str, Tensor]) -> None:
     JobError lists all missing names and wrong shapes at once; a tied model needs no head. Names that no view has are
     ignored (a checkpoint may hold more).
     """
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise JobError("no .safetensors file here", where=directory, hint="save the model with save_pretrained")
     missing = set(views)
     problems: list[Problem] = []
-    for file in files:
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118 (not a dict)
-                    name = memory_name(key)
-                    if name in views:
-                        missing.discard(name)
-                        problems += _copy(views[name], opened.get_tensor(key), name, file)
-        except (SafetensorError, OSError) as err:
-            raise JobError(f"cannot read the weights: {err}", where=file) from None
+    with opened(directory) as files, copying() as copy:
+        for file, one in files.items():
+            for key in one.keys():  # noqa: SIM118 (not a dict)
+                name = memory_name(key)
+                if name in views:
+                    missing.discard(name)
+                    problems += _copied(copy, views[name], one.get_tensor(key), name, file)
     problems += [Problem(f"no tensor {name}", str(directory)) for name in sorted(missing)]
     if problems:
         raise JobError(*problems[:20])
 
 
+@contextmanager
+def opened(directory: str | Path) -> Iterator[dict[Path, Any]]:
+    """The safetensors files of a directory, mapped: a tensor is read when it is copied. JobError, as all here."""
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise JobError("no .safetensors file here", where=directory, hint="save the model with save_pretrained")
+    file = files[0]
+    with ExitStack() as stack:
+        try:
+            found = {}
+            for file in files:
+                found[file] = stack.enter_context(safe_open(str(file), framework="pt"))
+            yield found
+        except (SafetensorError, OSError) as err:
+            raise JobError(f"cannot read the weights: {err}", where=file) from None
+
+
+@contextmanager
+def copying() -> Iterator[Callable[[Tensor, Tensor], None]]:
+    """`copy(into, source)` from a file that is mapped, several at a time; all are done when the block ends."""
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        jobs: list[Future[Tensor]] = []
+        yield lambda into, source: jobs.append(pool.submit(into.detach().copy_, source))
+        for job in jobs:
+            job.result()
+
+
 def save_weights(directory: str | Path, views: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write config.json and model.safetensors; `from_pretrained(directory)` of transformers reads them."""
+    """Write config.json and the weights; `from_pretrained(directory)` of transformers reads them."""
+    write_model(directory, shapes_of(views), views.__getitem__, config)
+
+
+def write_model(
+    directory: str | Path, shapes: Shapes, read: Callable[[str], Tensor], config: Mapping[str, Any]
+) -> None:
+    """`save_weights` of tensors that `read` makes when they are written; from several threads."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = str(next(iter(views.values())).dtype).removeprefix("torch.")
+    dtype = str(next(iter(shapes.values()))[0]).removeprefix("torch.")
     written = {**config, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    tensors = {disk_name(name): view.detach().contiguous() for name, view in views.items()}
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    files = _files(shapes)
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for done in [pool.submit(_write, folder / file, part, read) for file, part in files.items()]:
+            done.result()
+    if len(files) > 1:
+        places = {disk_name(name): file for file, part in files.items() for name in part}
+        index = {"metadata": {"total_size": _nbytes(shapes)}, "weight_map": places}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def memory_name(key: str) -> str:
@@ -72,9 +118,37 @@ def disk_name(name: str) -> str:
     return name.replace("model.language_model.", "model.", 1)
 
 
-def _copy(view: Tensor, value: Tensor, name: str, file: Path) -> list[Problem]:
+def _copied(
+    copy: Callable[[Tensor, Tensor], None], view: Tensor, value: Tensor, name: str, file: Path
+) -> list[Problem]:
     if view.shape != value.shape:
         return [Problem(f"{name} is {list(value.shape)}, the config says {list(view.shape)}", str(file))]
-    with torch.no_grad():
-        view.copy_(value)
+    copy(view, value)
     return []
+
+
+def _files(shapes: Shapes) -> dict[str, Shapes]:
+    """Which tensors each file has: one file, or about equal ones, tensors in their order."""
+    count = min(AT_A_TIME, -(-_nbytes(shapes) // FILE_BYTES)) or 1
+    share, parts, at = -(-_nbytes(shapes) // count), list[dict[str, Any]](), 0
+    for name, (dtype, shape) in shapes.items():
+        if at >= share * len(parts):
+            parts.append({})
+        parts[-1][name] = (dtype, shape)
+        at += prod(shape) * dtype.itemsize
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, start=1)}
+
+
+def _nbytes(shapes: Shapes) -> int:
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+
+
+def _write(path: Path, shapes: Shapes, read: Callable[[str], Tensor]) -> None:
+    blocks = Blocks()
+    with path.open("wb") as out:
+        out.write(header({disk_name(name): row for name, row in shapes.items()}, {"format": "pt"}))
+        for name in shapes:
+            for block in blocks.of(read(name)):
+                out.write(block)

@@ -1,0 +1,51 @@
+"""Bytes of a GPU that are in use, as its driver counts them, while a block runs: of all processes, made or mapped.
+
+with Driver() as driver:           every 10 ms, by NVML: no context is made to ask
+    ..
+driver.before, driver.within(start_ns, stop_ns)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from importlib import import_module
+from typing import Any
+
+POLL_S = 0.01
+
+
+class Driver:
+    """Samples of one GPU; times are CLOCK_MONOTONIC nanoseconds, those of a run's trace."""
+
+    def __init__(self, gpu: int = 0) -> None:
+        self._nvml: Any = import_module("pynvml")
+        self._nvml.nvmlInit()
+        self._gpu = self._nvml.nvmlDeviceGetHandleByIndex(gpu)
+        self.times: list[int] = []
+        self.used: list[int] = []
+        self.before = self.now()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+
+    def now(self) -> int:
+        """Bytes in use."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._gpu).used)
+
+    def __enter__(self) -> Driver:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def within(self, start_ns: int, stop_ns: int) -> list[int]:
+        """What was in use, sample by sample."""
+        return self.used[bisect_left(self.times, start_ns) : bisect_left(self.times, stop_ns)]
+
+    def _poll(self) -> None:
+        while not self._over.wait(POLL_S):
+            self.times.append(time.monotonic_ns())
+            self.used.append(self.now())
