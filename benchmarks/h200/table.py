@@ -1,8 +1,9 @@
-"""Schedules and ways to share one H200, run one after the other on both real engines: what the page of results says.
+"""Schedules and ways to share H200s, run one after the other on both real engines: what the page of results says.
 
 python -m benchmarks.h200.table DIR --out benchmarks/results/step_h200.md      the plans of plans.py, in their order
 
-A step is the mean of all but the first. The GPU's used memory is what its driver says, twice a second.
+A step is the mean of all but the first. A GPU's used memory is what its driver says, twice a second; of several GPUs
+each has its figure.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Ran:
-    """A plan, what came of it, and the most bytes of the GPU that were in use."""
+    """A plan, what came of it, and the most bytes that were in use on each GPU of it."""
 
     name: str
     plan: dict[str, Any]
     report: dict[str, Any]
-    used: int
+    used: tuple[int, ...]
 
     @property
     def step_s(self) -> float:
@@ -58,10 +59,10 @@ def _reserved(o: dict[str, Any]) -> bool:
 
 
 class Driver:
-    """The most memory in use while the block runs, as nvidia-smi tells it."""
+    """The most memory in use on each of the first GPUs while the block runs, as nvidia-smi tells it."""
 
-    def __init__(self) -> None:
-        self.most = 0
+    def __init__(self, gpus: int = 1) -> None:
+        self.most = [0] * gpus
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
 
@@ -74,18 +75,19 @@ class Driver:
         self._thread.join()
 
     def _poll(self) -> None:
-        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         while not self._over.wait(POLL_S):
-            found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-            self.most = max(self.most, int(found or 0) << 20)
+            found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+            self.most = [max(most, int(used) << 20) for most, used in zip(self.most, found, strict=False)] or self.most
 
 
 def run(plan: Path, out: Path) -> Ran:
     """One plan, from its first process to its report."""
-    with Driver() as driver:
+    compiled = json.loads(plan.read_text(encoding="utf-8"))
+    with Driver(compiled["processes"]["train"]["ranks"]) as driver:
         subprocess.run([sys.executable, "-m", "rollplex.cli", "run", str(plan), "--out", str(out)], check=True)
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    return Ran(plan.stem.partition(" ")[2], json.loads(plan.read_text(encoding="utf-8")), report, driver.most)
+    return Ran(plan.stem.partition(" ")[2] or plan.stem, compiled, report, tuple(driver.most))
 
 
 def page(found: list[Ran]) -> list[str]:
@@ -95,7 +97,7 @@ def page(found: list[Ran]) -> list[str]:
         times = (f"{r.step_s:.2f}", f"{serial.step_s / r.step_s:.2f}x", f"{r.plan['summary']['times']['step_s']:.2f}")
         parts = (f"{r.overlap('decode_s'):.2f}", f"{r.overlap('prefix_s'):.2f}", f"{r.overlap('hidden_s'):.2f}")
         post = (f"{r.overlap('post_s'):.2f}", f"{r.overlap('post_hidden_s'):.2f}")
-        memory = (f"{r.planned / GIB:.1f}", f"{r.used / GIB:.1f}", str(r.off))
+        memory = (f"{r.planned / GIB:.1f}", " / ".join(f"{used / GIB:.1f}" for used in r.used), str(r.off))
         gap = f"{r.report['metrics'][-1]['logprob_gap']:.4f}"
         rows.append((r.name, *times, *parts, *post, *memory, gap))
     head = ("schedule", "step s", "over serial", "predicted s", "decode s", "prefix s", "of it hidden", "post s")

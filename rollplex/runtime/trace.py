@@ -31,7 +31,7 @@ Event = dict[str, Any]
 class TraceFile:
     """Appends each iteration when it ends: nothing grows in memory, and a killed run leaves all but the last bracket.
 
-    Times are microseconds since the first step.
+    Times are microseconds since the first step; when that was on CLOCK_MONOTONIC is an event of its own.
     """
 
     def __init__(self, path: Path, processes: Iterable[ProcessId]) -> None:
@@ -84,6 +84,7 @@ class Trace:
         """Slices, instants and arrows of these spans, which are of one iteration."""
         if self._origin < 0:
             self._origin = min((span.start_ns for span in spans), default=-1)
+            yield {"ph": "M", "pid": 0, "name": "monotonic_ns", "args": {"first_step": self._origin}}
         for process, pid in self._pids.items():
             own = sorted((span for span in spans if span.process == process), key=lambda span: span.start_ns)
             for span in own:
