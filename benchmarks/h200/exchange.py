@@ -6,6 +6,7 @@ python -m benchmarks.h200.exchange PLAN.json [--out FILE]       PLAN: TP 2 train
     whole          one call: a half each
     NCCL           all-gather into the rank's own VMM arena
     direct         copies into the peer's arena, whose pages are adopted with access for the writer's own GPU
+    gather, load   without shared pages: NCCL's all-gather into a buffer, a copy of that into the engine's own weights
 
 Both ranks send and receive at once, as clients of one MPS daemon. GB/s are bytes that a GPU receives.
 """
@@ -99,8 +100,9 @@ class Rank:
         self.groups = Groups.join(job, "train", rank, RANKS, meeting)
         memory = CudaMemory(cuda_device(job, rank))
         nbytes = plan.object(f"{job.policy}.snapshot").bytes
-        self.own, self.peer = memory.reserve("own", nbytes), memory.reserve("peer", nbytes)
+        self.own, self.peer, self.engine = (memory.reserve(name, nbytes) for name in ("own", "peer", "engine"))
         self.own.map()
+        self.engine.map()
         self._swap(meeting)
         self.shard = _shard(plan, job)
 
@@ -111,6 +113,7 @@ class Rank:
             "NCCL, whole": lambda: self._gather([self._halves(self.own)]),
             "direct, slabs": lambda: self._write(self._slabs(self.own), self._slabs(self.peer)),
             "direct, whole": lambda: self._write([self._halves(self.own)], [self._halves(self.peer)]),
+            "gather, load, slabs": self._load,
         }
         right, times = True, {}
         for name, way in ways.items():
@@ -120,7 +123,8 @@ class Rank:
             self._together()
             way()
             self._together()
-            right &= all(bool((part[1 - self.rank] == 2.0 - self.rank).all()) for part in parts)
+            came = self._slabs(self.engine) if name.startswith("gather") else parts
+            right &= all(bool((part[1 - self.rank] == 2.0 - self.rank).all()) for part in came)
             times[name] = self._ms(way)
         calls = [slabs[0].numel() * slabs.itemsize for slabs in self._slabs(self.own)]
         self._close()
@@ -133,6 +137,13 @@ class Rank:
     def _write(self, mine: Any, theirs: Any) -> None:
         for own, other in zip(mine, theirs, strict=True):
             other[self.rank].copy_(own[self.rank])
+
+    def _load(self) -> None:
+        for slabs, into in zip(self._slabs(self.own), self._slabs(self.engine), strict=True):
+            whole = torch.empty_like(slabs)
+            whole[self.rank].copy_(slabs[self.rank])
+            self.groups.fill("q", whole)
+            into.copy_(whole)
 
     def _slabs(self, arena: CudaArena) -> Iterator[Tensor]:
         pages = arena.view(0, (arena.nbytes // 2,), torch.bfloat16)
@@ -185,6 +196,7 @@ class Rank:
         self.peer.close()
         self._together()
         self.own.close()
+        self.engine.close()
         self.groups.close()
 
 
