@@ -48,6 +48,20 @@ def test_a_gate_is_torchs_and_so_is_its_backward(width: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+def test_kernels_run_where_their_tensors_are() -> None:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    from rollplex.backends.cuda.fused import rotate, swiglu
+
+    both, angles = drawn(19, 1, 2 * 64), drawn(19, 8)
+    there, turned_by = both.to("cuda:1"), angles.to("cuda:1")
+    gate, up = both.chunk(2, dim=-1)
+    torch.testing.assert_close(swiglu(there).cpu(), (silu(gate) * up).cpu(), rtol=1e-5, atol=1e-5)
+    x = drawn(19, 4, 16)
+    found = rotate(x.to("cuda:1"), turned_by.cos(), turned_by.sin())
+    torch.testing.assert_close(found.cpu(), turned(x, angles.cos(), angles.sin()).cpu(), rtol=EXACT, atol=EXACT)
+
+
 def test_bfloat16_is_rounded_once() -> None:
     from rollplex.backends.cuda.fused import rotate, swiglu
 

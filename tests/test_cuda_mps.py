@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollplex.backends.cuda import mps as mps_module
 from rollplex.backends.cuda.mps import CONTROL, PIPE, SHARE, Mps
 from rollplex.ir.errors import EngineError
 
@@ -44,6 +45,27 @@ def test_a_share_is_a_part_of_the_gpu() -> None:
     assert mps.environment(60) == {PIPE: "/pipe", SHARE: "60"}
     with pytest.raises(AssertionError, match="a share of 0 percent"):
         mps.environment(0)
+
+
+def test_our_daemon_has_all_gpus_whichever_its_clients_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Under the variable it would number GPUs anew: clients that ask for GPU 2 by that number would find none."""
+    told: list[str | None] = []
+
+    def run(
+        command: list[str], env: dict[str, str], seconds: float, said: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        if command == [CONTROL, "-d"]:
+            told.append(env.get("CUDA_VISIBLE_DEVICES"))
+            (Path(env[PIPE]) / "control").touch()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(mps_module, "_run", run)
+    monkeypatch.setattr(mps_module, "STOP_S", 0.0)
+    monkeypatch.setenv(PIPE, str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with Mps.running() as mps:
+        assert told == [None]
+        assert "CUDA_VISIBLE_DEVICES" not in mps.environment()
 
 
 @on_gpu

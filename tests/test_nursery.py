@@ -21,6 +21,13 @@ pytestmark = pytest.mark.processes
 ENVIRONMENT = child_environment(os.environ, 1)
 
 
+def test_what_the_user_has_set_for_nccl_reaches_engines_and_nothing_else_does() -> None:
+    """Multicast over NVLink off, for one: engines on several GPUs must not switch it on by themselves."""
+    off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    assert child_environment(off, 1).items() >= off.items()
+    assert not [name for name in child_environment({}, 1) if name.startswith(("NCCL", "NVSHMEM", "TORCH_"))]
+
+
 def forked(one: Nursery, log: Path, modules: tuple[str, ...] = ()) -> tuple[Child, Channel]:
     ours, theirs = pair()
     return one.fork("train 7", theirs, log, modules), Channel(ours)

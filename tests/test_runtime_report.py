@@ -205,6 +205,15 @@ def test_a_counter_of_each_gpu_follows_its_ledger() -> None:
     assert all(e["ph"] == "C" for e in counters)
 
 
+def test_a_trace_says_when_its_time_0_was() -> None:
+    """Once: what else watched the machine is set beside it by that."""
+    trace = Trace([CONTROLLER, TRAIN])
+    events = [*trace.steps([run("prefix", TRAIN, 5, 6)]), *trace.steps([run("prefix", TRAIN, 8, 9, 1)])]
+    (origin,) = (e["args"]["monotonic_ns"] for e in events if e["name"] == "time_0")
+    first = next(e for e in events if e["ph"] == "X")
+    assert (origin, first["ts"]) == (run("prefix", TRAIN, 5, 6).start_ns, 0)
+
+
 def test_lanes_are_tracks_of_their_process() -> None:
     trace = Trace([CONTROLLER, TRAIN])
     list(trace.steps([run("prefix", TRAIN, 0, 1)]))

@@ -144,17 +144,17 @@ class Ran:
         return rest if rest >= self.actor_bytes() else 0
 
 
-def read(folder: Path, name: str, plan: Plan, before: int, within: Within, seconds: float) -> Ran:
-    """The run that has left its results in the folder."""
+def read(folder: Path, name: str, plan: Plan, before: int, within: Within, seconds: float, rank: int = 0) -> Ran:
+    """The run that has left its results in the folder; windows are those of a training rank."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    return Ran(name, plan, report, tuple(windows_of(trace)), before, within, seconds)
+    return Ran(name, plan, report, tuple(windows_of(trace, rank)), before, within, seconds)
 
 
-def windows_of(events: list[dict[str, Any]]) -> Iterator[Slice]:
-    """Name, start and stop in nanoseconds of every window of the first training rank, in order."""
+def windows_of(events: list[dict[str, Any]], rank: int = 0) -> Iterator[Slice]:
+    """Name, start and stop in nanoseconds of every window of a training rank, in order."""
     origin = next(e["args"]["monotonic_ns"] for e in events if e["name"] == "time_0")
-    pid = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "train 0")
+    pid = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == f"train {rank}")
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
     for e in events:
         if e["ph"] == "X" and e["pid"] == pid and names[e["tid"]] == "windows":

@@ -1,4 +1,4 @@
-"""Groups of ranks that meet in collectives: gloo between the processes of one machine.
+"""Groups of ranks that meet in collectives, all of them processes of one machine.
 
 tp   ranks of one copy of the model, or of one rollout engine          parts of every tensor
 dp   the same part in every copy                                       gradients are reduced, shares sent around
@@ -6,12 +6,18 @@ q    training ranks whose slabs make up one rollout shard              slabs are
 
 pair the training and the rollout process of one GPU                   new weights go into the rollout engine's own copy
 
+tensors of a host                                gloo
+tensors of a GPU, each rank on a GPU of its own  NCCL: queued like a kernel, and the stream of the caller waits for it
+tensors of a GPU that two of the ranks share     gloo through host memory: NCCL refuses two ranks on one device
+
 A process whose kind has one rank joins nothing. Every wait ends when the last rank of the group has come, and gives up
-after the job's run.silent_s; a rank that dies ends it for the others at once.
+after the job's run.silent_s: gloo with an error here, NCCL's watchdog by ending the process, with the collective in its
+log. A rank that dies ends gloo's waits at once; those of NCCL end with the run, which the controller who sees it ends.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +30,7 @@ import torch.distributed as dist
 
 from rollplex.ir.errors import PeerError
 from rollplex.ir.job import Job
-from rollplex.ir.placement import Seat, seat
+from rollplex.ir.placement import Seat, cuda_device, seat
 
 
 def groups_of(job: Job, kind: str, ranks: int) -> dict[str, list[list[int]]]:
@@ -34,6 +40,20 @@ def groups_of(job: Job, kind: str, ranks: int) -> dict[str, list[list[int]]]:
     if kind == "train" and job.q:
         found["q"] = _grouped(seats, lambda s: (s.copy, s.tp // job.q))
     return {name: [group for group in groups if len(group) > 1] for name, groups in found.items()}
+
+
+def store_in(place: Path, ranks: int) -> dist.FileStore:  # pyright: ignore[reportPrivateImportUsage]
+    """Where ranks find each other: a file that each keeps open, since the directory goes when all have started.
+
+    NCCL looks into it later too: its watchdog, for what other ranks have to say.
+    """
+    fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return dist.FileStore(f"/proc/self/fd/{fd}", ranks)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def own_gpus(job: Job, ranks: int) -> bool:
+    """Whether each rank of a process kind has a GPU of its own, so that NCCL takes them."""
+    return not job.on_host and len({cuda_device(job, rank) for rank in range(ranks)}) == ranks
 
 
 def _grouped(seats: Sequence[Seat], key: Callable[[Seat], tuple[int, ...]]) -> list[list[int]]:
@@ -58,15 +78,20 @@ class Groups:
             return cls()
         limit = timedelta(seconds=job.run.silent_s)
         with _waiting(f"the {ranks} {kind} ranks"):
-            place = f"file://{(meeting / kind).absolute()}"
-            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=limit)
+            store, backends = store_in(meeting / kind, ranks), _backends(job, rank, ranks)
+            dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=limit, **backends)
+            # One of the same ranks, whatever its name: a communicator of NCCL takes memory.
+            made: dict[tuple[int, ...], Any] = {tuple(range(ranks)): dist.group.WORLD}
             members, groups = {}, {}
             for name, of_name in groups_of(job, kind, ranks).items():
-                for group in of_name:  # every rank makes every group, in the same order
-                    made = dist.new_group(group, timeout=limit)
+                for group in map(tuple, of_name):  # every rank makes every group, in the same order
+                    if group not in made:
+                        made[group] = dist.new_group(list(group), timeout=limit)
                     if rank in group:
-                        members[name], groups[name] = tuple(group), made
-        return cls(rank, members, groups)
+                        members[name], groups[name] = group, made[group]
+            found = cls(rank, members, groups)
+            found._begin(backends.get("device_id"))
+        return found
 
     def size(self, name: str) -> int:
         """Ranks of the group."""
@@ -107,16 +132,23 @@ class Groups:
         """[ranks, elements]: row i is rank i's of the group and is sent to the others, in place; nothing is copied."""
         if name in self._groups:
             with _waiting(f"{name} group {self.members[name]}"):
-                dist.all_gather(list(slabs), slabs[self.place(name)], group=self._groups[name])
+                self._groups[name]._allgather_base(slabs.view(-1), slabs[self.place(name)]).wait()
 
     def handle(self, name: str) -> dist.ProcessGroup | None:
         """The group as torch has it, for an engine that sends by itself; None for a rank alone."""
         return self._groups.get(name)
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave all groups; with NCCL the ranks of a kind do so together."""
         if self._groups or dist.is_initialized():
             dist.destroy_process_group()
+
+    def _begin(self, gpu: torch.device | None) -> None:
+        """NCCL takes its buffers at the first call of each kind: now, while the plan's context has room for them."""
+        for name in self._groups if gpu else ():
+            slabs = torch.zeros(self.size(name), 1, device=gpu)
+            self.all_reduce(name, slabs)
+            self.fill(name, slabs)
 
 
 @dataclass
@@ -147,9 +179,18 @@ class Pair:
         return f"the training and the rollout process of GPU {self.gpu}"
 
 
+def _backends(job: Job, rank: int, ranks: int) -> dict[str, Any]:
+    """What carries the tensors of a rank: with its device NCCL starts at once, and not in the middle of a step."""
+    if not own_gpus(job, ranks):
+        return {"backend": "gloo"}
+    device = torch.device("cuda", cuda_device(job, rank))
+    torch.cuda.set_device(device)
+    return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+
+
 @contextmanager
 def _waiting(what: str) -> Iterator[None]:
-    """gloo reports a lost or late rank as a RuntimeError."""
+    """A lost or late rank is reported as a RuntimeError."""
     try:
         yield
     except RuntimeError as err:

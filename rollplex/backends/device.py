@@ -22,6 +22,7 @@ import torch
 from rollplex.backends.base import Arena, Memory
 from rollplex.backends.lanes import Lanes, Tell
 from rollplex.ir.job import Job
+from rollplex.ir.placement import cuda_device
 
 
 class Peak(Protocol):
@@ -79,4 +80,4 @@ def device_of(job: Job, gpu: int) -> Device:
         return HostDevice()
     from rollplex.backends.cuda.device import CudaDevice
 
-    return CudaDevice(job.run.devices[gpu] if job.run.devices else gpu)
+    return CudaDevice(cuda_device(job, gpu))

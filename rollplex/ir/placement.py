@@ -59,6 +59,11 @@ def seat(job: Job, kind: str, rank: int) -> Seat:
     return (training_seat if kind == "train" else rollout_seat)(job, rank)
 
 
+def cuda_device(job: Job, gpu: int) -> int:
+    """The number of a GPU of the node among the CUDA devices that processes see."""
+    return job.run.devices[gpu] if job.run.devices else gpu
+
+
 def prompts_of_group(job: Job, group: int) -> tuple[int, ...]:
     """The prompts of a step that are the `group`-th of a data-parallel rank, rank after rank."""
     copies = range(job.data_parallel(job.policy))

@@ -131,12 +131,16 @@ class Controller:
         self.ask(Ask("restore", str(folder)))
 
     def stop(self) -> None:
-        """Let every process end by itself, readers of shared pages before their owners; raises if one ends badly."""
+        """Let every process end by itself, readers of shared pages before their owners; raises if one ends badly.
+
+        The ranks of a kind end together: a group of NCCL waits for all of them.
+        """
         readers = {kind for o in self.plan.summary.objects for kind in o.readers}
-        for process in sorted(self.crew.members, key=lambda process: process.kind not in readers):
-            self._stopping.add(process)
-            self.crew.post(process, Stop())
-            self.pump(lambda process=process: process not in self._stopping)
+        for reads in (True, False):
+            self._stopping = {process for process in self.crew.members if (process.kind in readers) == reads}
+            for process in self._stopping:
+                self.crew.post(process, Stop())
+            self.pump(lambda: not self._stopping)
 
     # ---- the controller's own Link
 

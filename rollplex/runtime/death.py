@@ -22,7 +22,7 @@ _WHY = {
     signal.SIGKILL: "something killed it; if nobody did, the kernel was out of memory (see `dmesg`)",
     signal.SIGSEGV: "it touched memory that is not mapped: a use after unmap, or a fault of a library",
     signal.SIGBUS: "the machine had no page to give it: free memory, or lower the job's budgets",
-    signal.SIGABRT: "a library gave up; its message is in the log",
+    signal.SIGABRT: "a library gave up (NCCL does where another rank is late); its message is in the log",
 }
 
 

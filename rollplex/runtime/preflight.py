@@ -13,6 +13,7 @@ from rollplex.ir.checker import verify_plan
 from rollplex.ir.engines import lacking, runs
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
+from rollplex.ir.placement import cuda_device, rollout_seat
 from rollplex.ir.plan import NodeRecord, Plan, references
 from rollplex.ir.planned_hosts import early_hosts
 from rollplex.ir.sizes import pretty
@@ -93,7 +94,23 @@ def check_machine(plan: Plan) -> None:
         )
         raise RunError(what, where="host memory", hint="end other programs, or lower the workload of the job")
     if not job.on_host:
-        check_gpus([job.run.devices[gpu] if job.run.devices else gpu for gpu in range(gpus)], peak, cards())
+        check_engines(job)
+        check_gpus([cuda_device(job, gpu) for gpu in range(gpus)], peak, cards())
+
+
+def check_engines(job: Job) -> None:
+    """Refuse ranks of one vLLM engine that would share a GPU: its groups are NCCL's."""
+    rollout = job.roles[job.policy].rollout
+    if rollout is None or rollout.engine != "vllm":
+        return
+    engines: dict[int, list[int]] = {}
+    for gpu in range(job.gpus):
+        engines.setdefault(rollout_seat(job, gpu).copy, []).append(cuda_device(job, gpu))
+    for number, devices in engines.items():
+        if len(set(devices)) < len(devices):
+            on = ", ".join(map(str, devices))
+            what = f"the {len(devices)} ranks of vLLM's engine {number} are on CUDA devices {on}: each needs its own"
+            raise RunError(what, where="run.devices", hint="name as many devices, or rollout tensor_parallel: 1")
 
 
 def check_gpus(devices: Sequence[int], peak_bytes: int, found: Sequence[Card]) -> None:

@@ -1,4 +1,8 @@
-"""What engines of one GPU need in their environment, so that they run side by side on it and to the same bits."""
+"""What engines of one GPU need in their environment, so that they run side by side on it and to the same bits.
+
+Nothing of NCCL: what the user has set there reaches every process, and what is left to NCCL (NVLink multicast) works
+beside MPS and over memory that is mapped, as its buffers are its own.
+"""
 
 from __future__ import annotations
 

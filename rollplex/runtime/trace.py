@@ -31,7 +31,7 @@ Event = dict[str, Any]
 class TraceFile:
     """Appends each iteration when it ends: nothing grows in memory, and a killed run leaves all but the last bracket.
 
-    Times are microseconds since the first step.
+    Times are microseconds since the first step; when that was on CLOCK_MONOTONIC is an event of its own.
     """
 
     def __init__(self, path: Path, processes: Iterable[ProcessId]) -> None:

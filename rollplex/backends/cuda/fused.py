@@ -94,8 +94,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
-    """Triton's way to call a kernel, of which its types know nothing."""
-    kernel[grid](*arguments, **constants)
+    """Triton's way to call a kernel, of which its types know nothing; it launches on the thread's current device."""
+    with torch.cuda.device(arguments[0].device):
+        kernel[grid](*arguments, **constants)
 
 
 def _rows(out: Tensor) -> tuple[int, int]:

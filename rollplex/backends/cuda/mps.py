@@ -80,8 +80,9 @@ class Mps:
         return "; ".join(bad)
 
     def _start(self) -> None:
-        env = {**os.environ, **self.environment()}
-        done = _run([CONTROL, "-d"], env, START_S)
+        """For all GPUs: under CUDA_VISIBLE_DEVICES it would number them anew, and clients choose by the old numbers."""
+        ours = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        done = _run([CONTROL, "-d"], {**ours, **self.environment()}, START_S)
         deadline = time.monotonic() + START_S
         while not _answers(self.pipe):
             if done.returncode or time.monotonic() > deadline:

@@ -1,7 +1,9 @@
 """vLLM as the sampler of a rollout rank: its engine core in this process, over the pages that the trainer fills.
 
 A tensor-parallel engine is one vLLM engine a rank, started together and stepped alike (vLLM's external launcher); they
-meet in a process group of their own, which vLLM takes as the default group and destroys with itself.
+meet in a process group of their own, which vLLM takes as the default group and destroys with itself. It is gloo's.
+For tensors of GPUs vLLM has groups of NCCL beside it, and an all-reduce that opens memory of other ranks by CUDA's IPC.
+VMM arenas cannot be opened so, and need not: it opens its own buffers and what layers put out, not weights, not KV.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rollplex.backends.collectives import store_in
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.histories import Histories
 from rollplex.backends.data.rollout import Rollout
@@ -99,9 +102,9 @@ class VllmSampler:
     def _meet(self) -> None:
         """The default process group of this process is that of its engine's ranks."""
         tp, limit = self._job.rollout_tp, timedelta(seconds=self._job.run.silent_s)
-        place = f"file://{(self._meeting / f'engine-{self._seat.copy}').absolute()}"
         if not dist.is_initialized():
-            dist.init_process_group("gloo", init_method=place, rank=self._seat.tp, world_size=tp, timeout=limit)
+            store = store_in(self._meeting / f"engine-{self._seat.copy}", tp)
+            dist.init_process_group("gloo", store=store, rank=self._seat.tp, world_size=tp, timeout=limit)
         assert dist.get_world_size() == tp, f"this process is in a group of {dist.get_world_size()}, not {tp}"
         local = self._served.kv.device.index or 0  # vLLM's number of its GPU
         where = self._seat.tp if self._job.on_host else local

@@ -14,6 +14,7 @@ import torch
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in our process, over the plan's pages
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer of the same device wants these cores too
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # multicast over NVLink, and a buffer of 64 MiB that is in no plan
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",

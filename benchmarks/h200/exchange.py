@@ -1,0 +1,209 @@
+"""New weights between two training ranks, each on its GPU: NCCL's all-gather in place, and direct writes to the peer.
+
+python -m benchmarks.h200.exchange PLAN.json [--out FILE]       PLAN: TP 2 trains, TP 1 rolls out (job_3b_x2.yaml)
+
+    slabs          one call a tensor of the rollout shard, as the trainer's exchange does it
+    whole          one call: a half each
+    NCCL           all-gather into the rank's own VMM arena
+    direct         copies into the peer's arena, whose pages are adopted with access for the writer's own GPU
+    gather, load   without shared pages: NCCL's all-gather into a buffer, a copy of that into the engine's own weights
+
+Both ranks send and receive at once, as clients of one MPS daemon. GB/s are bytes that a GPU receives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.page import measured_with, table
+from rollplex.backends.collectives import Groups
+from rollplex.backends.cuda.mps import Mps
+from rollplex.backends.cuda.vmm import CudaArena, CudaMemory
+from rollplex.backends.facts import load_facts
+from rollplex.backends.shard import Shard, shard_of
+from rollplex.ir.job import Job
+from rollplex.ir.placement import cuda_device
+from rollplex.ir.plan import Plan, parse_plan
+
+RANKS, WARM, TIMES = 2, 3, 20
+LIMIT_S = 300
+
+
+def main() -> None:
+    """Start both ranks and print what they have measured; as a rank, measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank is not None:
+        print(json.dumps(Rank(asked.plan, asked.rank, asked.meeting).measured()), flush=True)
+        return
+    text = "\n".join([measured_with("torch"), "", *page(both(asked.plan))])
+    if asked.out:
+        asked.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def both(plan: Path) -> list[dict[str, Any]]:
+    """What each rank has measured."""
+    with Mps.running() as mps, TemporaryDirectory(prefix="rollplex-") as meeting:
+        env = {**os.environ, **mps.environment()}
+        command = [sys.executable, "-m", "benchmarks.h200.exchange", str(plan), "--meeting", meeting, "--rank"]
+        started = [
+            subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, text=True) for rank in range(RANKS)
+        ]
+        try:
+            said = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        if any(process.returncode for process in started):
+            raise SystemExit(f"a rank has failed: {[process.returncode for process in started]}")
+        return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def page(found: list[dict[str, Any]]) -> list[str]:
+    """The slower rank of each way; both have looked at every byte that they received."""
+    first = found[0]
+    nbytes, calls = first["bytes"], first["calls"]
+    rows = []
+    for name in first["ms"]:
+        ms = max(f["ms"][name] for f in found)
+        rows.append((name, f"{ms:.2f}", f"{nbytes / ms / 1e6:.0f}"))
+    told = f"{nbytes / 1e9:.2f} GB received a GPU in {calls} slabs of {nbytes / calls / 1e6:.1f} MB on average"
+    right = all(f["right"] for f in found)
+    return [*table(("way", "ms", "GB/s"), rows), "", f"{told}; values {'as sent' if right else 'WRONG'} on both ranks"]
+
+
+class Rank:
+    """One training rank: its groups, its arena with the shard of its GPU's rollout rank, and its peer's arena."""
+
+    def __init__(self, path: Path, rank: int, meeting: Path) -> None:
+        plan = parse_plan(json.loads(path.read_text(encoding="utf-8")))
+        job = Job.model_validate(plan.job)
+        assert (job.train_tp, job.q) == (RANKS, RANKS), "a plan of TP 2 to 1 on two GPUs"
+        self.rank = rank
+        self.groups = Groups.join(job, "train", rank, RANKS, meeting)
+        memory = CudaMemory(cuda_device(job, rank))
+        nbytes = plan.object(f"{job.policy}.snapshot").bytes
+        self.own, self.peer, self.engine = (memory.reserve(name, nbytes) for name in ("own", "peer", "engine"))
+        self.own.map()
+        self.engine.map()
+        self._swap(meeting)
+        self.shard = _shard(plan, job)
+
+    def measured(self) -> dict[str, Any]:
+        """Milliseconds of each way, and whether every byte came."""
+        ways: dict[str, Callable[[], None]] = {
+            "NCCL, slabs": lambda: self._gather(self._slabs(self.own)),
+            "NCCL, whole": lambda: self._gather([self._halves(self.own)]),
+            "direct, slabs": lambda: self._write(self._slabs(self.own), self._slabs(self.peer)),
+            "direct, whole": lambda: self._write([self._halves(self.own)], [self._halves(self.peer)]),
+            "gather, load, slabs": self._load,
+        }
+        right, times = True, {}
+        for name, way in ways.items():
+            parts = list(self._slabs(self.own)) if name.endswith("slabs") else [self._halves(self.own)]
+            for part in parts:
+                part[self.rank], part[1 - self.rank] = 1.0 + self.rank, 0.0
+            self._together()
+            way()
+            self._together()
+            came = self._slabs(self.engine) if name.startswith("gather") else parts
+            right &= all(bool((part[1 - self.rank] == 2.0 - self.rank).all()) for part in came)
+            times[name] = self._ms(way)
+        calls = [slabs[0].numel() * slabs.itemsize for slabs in self._slabs(self.own)]
+        self._close()
+        return {"ms": times, "right": right, "bytes": sum(calls), "calls": len(calls)}
+
+    def _gather(self, parts: Any) -> None:
+        for slabs in parts:
+            self.groups.fill("q", slabs)
+
+    def _write(self, mine: Any, theirs: Any) -> None:
+        for own, other in zip(mine, theirs, strict=True):
+            other[self.rank].copy_(own[self.rank])
+
+    def _load(self) -> None:
+        for slabs, into in zip(self._slabs(self.own), self._slabs(self.engine), strict=True):
+            whole = torch.empty_like(slabs)
+            whole[self.rank].copy_(slabs[self.rank])
+            self.groups.fill("q", whole)
+            into.copy_(whole)
+
+    def _slabs(self, arena: CudaArena) -> Iterator[Tensor]:
+        pages = arena.view(0, (arena.nbytes // 2,), torch.bfloat16)
+        return (slabs for region in self.shard.regions for slabs in region.gathered(pages))
+
+    def _halves(self, arena: CudaArena) -> Tensor:
+        """As many bytes as all slabs."""
+        numel = sum(slabs.numel() for slabs in self._slabs(arena))
+        return arena.view(0, (RANKS, numel // RANKS), torch.bfloat16)
+
+    def _ms(self, way: Callable[[], None]) -> float:
+        for _ in range(WARM):
+            way()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._together()
+        began.record()
+        for _ in range(TIMES):
+            way()
+        ended.record()
+        self._together()
+        return began.elapsed_time(ended) / TIMES
+
+    def _together(self) -> None:
+        """Both have done what they were asked for."""
+        torch.cuda.synchronize()
+        self.groups.all_reduce("q", torch.zeros(1))
+
+    def _swap(self, meeting: Path) -> None:
+        """Each adopts the other's pages, to write into them."""
+        place = str(meeting / "pages")
+        with socket.socket(socket.AF_UNIX) as opened:
+            if self.rank == 0:
+                opened.bind(place)
+                opened.listen(1)
+                self._together()
+                peer = opened.accept()[0]
+            else:
+                self._together()
+                opened.connect(place)
+                peer = opened.dup()
+            with peer:
+                fds = self.own.export()
+                socket.send_fds(peer, [b"pages"], fds)
+                self.peer.adopt(socket.recv_fds(peer, 16, len(fds))[1], writable=True)
+            for fd in fds:
+                os.close(fd)
+
+    def _close(self) -> None:
+        """Who adopted pages lets them go before their owner does."""
+        self.peer.close()
+        self._together()
+        self.own.close()
+        self.engine.close()
+        self.groups.close()
+
+
+def _shard(plan: Plan, job: Job) -> Shard:
+    trainer, roller = (load_facts(plan.processes[kind].engine) for kind in ("train", "rollout"))
+    return shard_of(job.spec, plan.summary.layout, trainer, roller, job.rollout_tp, 0)
+
+
+if __name__ == "__main__":
+    main()
