@@ -1,4 +1,4 @@
-"""The smallest device for a plan: capacities are tried one after the other, from too little memory upwards.
+"""Plans whose remedies nobody reads, and the smallest device for a plan: capacities are tried from the least upwards.
 
 1536 KiB, short of 1124 -> 2660 KiB, fits, but keeps its gradients -> 2676 KiB, fits, gradients leave: this plan
 """
@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollplex.ir.checker import verify_plan
 from rollplex.ir.dsl import Algorithm
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
 from rollplex.passes.assemble import build_plan
-from rollplex.passes.pipeline import compile_plan, full_pipeline, run_passes, start
+from rollplex.passes.pipeline import full_pipeline, run_passes, start
 
 TRIES = 60
+
+
+def without_remedies(algorithm: Algorithm, job: Job) -> Plan:
+    """The plan that `compile_plan` makes, checked, but no remedies: most of the time of one that does not fit."""
+    plan = build_plan(run_passes(start(algorithm, job), full_pipeline()))
+    verify_plan(plan)
+    return plan
 
 
 def smallest(
@@ -23,15 +31,11 @@ def smallest(
     wanted: Callable[[Plan], bool] = lambda plan: True,
     step: int = 16,
 ) -> Plan:
-    """The plan at the first capacity from `kib` on where there is one and it is `wanted`; `step` is in KiB, too.
-
-    Only this one is compiled as a user's: remedies of those that do not fit take most of their time, and nobody reads
-    them here.
-    """
+    """The plan at the first capacity from `kib` on where there is one and it is `wanted`; `step` is in KiB, too."""
     for _ in range(TRIES):
         job = job_at(f"{kib} KiB")
-        plan = build_plan(run_passes(start(algorithm, job), full_pipeline()))
+        plan = without_remedies(algorithm, job)
         if plan.infeasible is None and wanted(plan):
-            return compile_plan(algorithm, job)
+            return plan
         kib += max(-(-plan.infeasible.shortfall_bytes // 1024), 16) if plan.infeasible else step
     raise AssertionError(f"no capacity up to {kib} KiB has the plan that is wanted")

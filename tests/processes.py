@@ -23,7 +23,7 @@ import psutil
 from rollplex.runtime import nursery
 
 START_S = 120  # importing torch and both libraries on a busy machine
-IMPORTED = ("torch.distributed", "transformers", "rollplex.backends.megatron.rank")  # once, for ranks of every group size
+IMPORTED = ("torch.distributed", "transformers", "rollplex.backends.megatron.rank")  # once, for ranks of all groups
 RUN_S = 60  # longer than any such test takes; a rank that waits for a dead one ends here
 
 
@@ -44,7 +44,7 @@ def ranks(count: int) -> Ranks:
 
 
 class Ranks:
-    """N daemon processes, forked from one that has imported what takes seconds; they meet through a file of their own."""
+    """N daemon processes, forked from one that has imported what takes long; they meet through a file of their own."""
 
     def __init__(self, count: int) -> None:
         context = mp.get_context("forkserver")
