@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from capacities import smallest
 from runtime_threads import TRAIN, InThreads
 from runtime_tiny import CONFIG, luck, tiny_job
 from textbook import LOSSES, Textbook, Whole
@@ -69,12 +70,10 @@ def plan_of(name: str, **changes: Any) -> Plan:
     return _compiled(name, job_of(name, **changes).model_dump_json())
 
 
-def tight_plan_of(name: str, **changes: Any) -> Plan:
+@cache
+def tight_plan_of(name: str) -> Plan:
     """The plan for the smallest device that the job fits on."""
-    kib = 1500
-    while (found := plan_of(name, cluster={"capacity_gib": f"{kib} KiB"}, **changes).infeasible) is not None:
-        kib += max(-(-found.shortfall_bytes // 1024), 16)
-    return plan_of(name, cluster={"capacity_gib": f"{kib} KiB"}, **changes)
+    return smallest(load_algorithm(f"examples/{name}.py"), lambda c: job_of(name, cluster={"capacity_gib": c}), 1500)
 
 
 def in_pieces(plan: Plan) -> dict[str, int]:
@@ -87,13 +86,14 @@ def leaving_plan_of(name: str, **changes: Any) -> Plan:
 
     A group that is trained on in parts has other bits.
     """
-    kib = tight_plan_of(name, **changes).summary.capacity_bytes >> 10
-    for _ in range(40):
-        plan = plan_of(name, cluster={"capacity_gib": f"{kib} KiB"}, **changes)
-        if set(in_pieces(plan)) == set(plan.losses) and plan.summary.chunks.microbatch.suffix_responses == 3:
-            return plan
-        kib += 16
-    raise AssertionError("no capacity at which gradients leave in pieces")
+
+    def job_at(capacity: str) -> Job:
+        return job_of(name, cluster={"capacity_gib": capacity}, **changes)
+
+    def leaves(plan: Plan) -> bool:
+        return set(in_pieces(plan)) == set(plan.losses) and plan.summary.chunks.microbatch.suffix_responses == 3
+
+    return smallest(load_algorithm(f"examples/{name}.py"), job_at, 1500, leaves)
 
 
 def environment(tokens: list[int], turn: int, index: int) -> str:

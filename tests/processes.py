@@ -23,6 +23,7 @@ import psutil
 from rollplex.runtime import nursery
 
 START_S = 120  # importing torch and both libraries on a busy machine
+IMPORTED = ("torch.distributed", "transformers", "rollplex.backends.megatron.rank")  # once, for ranks of all groups
 RUN_S = 60  # longer than any such test takes; a rank that waits for a dead one ends here
 
 
@@ -43,10 +44,11 @@ def ranks(count: int) -> Ranks:
 
 
 class Ranks:
-    """N daemon processes that meet through a file of their own."""
+    """N daemon processes, forked from one that has imported what takes long; they meet through a file of their own."""
 
     def __init__(self, count: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
         meet = str(Path(mkdtemp(prefix="rollplex-ranks-")) / "meet")
         pairs = [context.Pipe() for _ in range(count)]
         self._pipes = [ours for ours, _ in pairs]

@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from capacities import smallest
+
 from examples.grpo import grpo
 from examples.shapes.make import make
 from rollplex.ir.job import Job
@@ -109,17 +111,18 @@ def tight_plan(responses: int = 2, **changes: Any) -> Plan:
     A part of the reference leaves and returns, moments stream from the host, the saved prefix state is on the host, and
     suffix steps take `responses` responses at a time.
     """
-    capacity = 3 << 19
-    for _ in range(60):
-        cluster = {"capacity_gib": f"{capacity // 1024} KiB"}
-        plan = tiny_plan(**{**changes, "cluster": cluster})
-        if plan.infeasible is not None:
-            capacity += max(plan.infeasible.shortfall_bytes, 1 << 14)
-        elif _at_work(plan, responses):
-            return plan
-        else:
-            capacity += 1 << 15
-    raise AssertionError("no capacity at which every mechanism is at work")
+    return _tight(responses, tiny_job(**changes).model_dump_json())
+
+
+@cache
+def _tight(responses: int, text: str) -> Plan:
+    job = Job.model_validate_json(text)
+
+    def job_at(capacity: str) -> Job:
+        cluster = {**job.cluster.model_dump(), "capacity_gib": capacity}
+        return Job.model_validate({**job.model_dump(), "cluster": cluster})
+
+    return smallest(grpo, job_at, 3 << 9, lambda plan: _at_work(plan, responses), step=32)
 
 
 def _at_work(plan: Plan, responses: int) -> bool:

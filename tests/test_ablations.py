@@ -6,9 +6,11 @@ no state offload  over in P1, before any optimizer step        resident rollout,
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
+from capacities import without_remedies
 
 from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
@@ -16,6 +18,8 @@ from rollplex.ir.plan import Plan
 from rollplex.passes.pipeline import compile_plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+JOB = EXAMPLES / "jobs/qwen2_5_vl_32b_h800x8.yaml"
+GRPO = load_algorithm(EXAMPLES / "grpo.py")
 BUDGETS = {"the whole budget": 8192, "the longest median of the paper": 5900, "the shortest": 470}
 FIRST_OVER = {
     "state_offload": "P1 prefix-reference",
@@ -25,10 +29,10 @@ FIRST_OVER = {
 }
 
 
+@cache
 def compiled(*overrides: str) -> Plan:
     """The paper's memory microbenchmark: 32B on one node of 8 H800."""
-    job = load_job(EXAMPLES / "jobs/qwen2_5_vl_32b_h800x8.yaml", overrides)
-    return compile_plan(load_algorithm(EXAMPLES / "grpo.py"), job)
+    return without_remedies(GRPO, load_job(JOB, overrides))
 
 
 @pytest.mark.parametrize("tokens", BUDGETS.values(), ids=BUDGETS)
@@ -63,7 +67,7 @@ def test_an_ablation_keeps_the_update_of_the_full_schedule_and_says_so() -> None
 
 def test_finer_chunks_make_up_for_a_second_copy_where_the_arithmetic_differs_from_the_paper() -> None:
     """Two copies of the weights fit once the update takes small chunks: told as a remedy, and true."""
-    found = compiled("ablate=[weight_sharing]").infeasible
+    found = compile_plan(GRPO, load_job(JOB, ["ablate=[weight_sharing]"])).infeasible
     assert found is not None
     told = [r.change for r in found.remedies if r.change.startswith("optimizer.chunks=")]
     assert told

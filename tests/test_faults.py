@@ -35,7 +35,7 @@ def test_every_kind_of_step_of_every_process_is_struck_in_every_way() -> None:
     assert Cell("controller", "P2", "second run") in found
 
 
-@pytest.mark.processes
+@pytest.mark.alone
 def test_a_process_killed_between_two_chunks_of_a_released_snapshot_resumes_to_the_same_bits() -> None:
     """One cell: pages of theta_k are gone, some of theta_k+1 are written; the checkpoint has theta_k, whole."""
     command = [sys.executable, str(ROOT / "tools" / "faults.py"), "train", "chunks 0 and 1", "SIGKILL"]
@@ -47,7 +47,7 @@ def test_a_process_killed_between_two_chunks_of_a_released_snapshot_resumes_to_t
     assert last.endswith(", 0 failed")
 
 
-@pytest.mark.processes
+@pytest.mark.alone
 def test_a_step_that_hangs_is_told_and_the_run_resumes_to_the_same_bits() -> None:
     """One cell; its engine sleeps in `run generate` while its pulse goes on."""
     command = [sys.executable, str(ROOT / "tools" / "faults.py"), "rollout", "run generate", "hang"]

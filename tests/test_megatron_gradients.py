@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rollplex.backends.hf.precision import KeepDouble
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("megatron")]
 
 CASES = {
     "saved in hbm": Case(),

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollplex.backends.megatron.groups import Alone
 from rollplex.backends.megatron.head import token_logprobs
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("megatron")]
 
 ROWS = 5
 

@@ -22,7 +22,7 @@ from rollplex.ir.errors import OutOfMemory
 from rollplex.ir.spec import Part
 from rollplex.ir.work import Work
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("megatron")]
 
 
 def rank_of(*frozen: Part) -> MegatronModel:

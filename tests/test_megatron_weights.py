@@ -18,7 +18,7 @@ from rollplex.backends.megatron.rank import MegatronModel
 from rollplex.backends.megatron.weights import load_weights
 from rollplex.ir.errors import JobError
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("megatron")]
 
 ODD = {**CONFIG, "text_config": {**CONFIG["text_config"], "vocab_size": 70}}
 

@@ -67,6 +67,24 @@ def test_a_kept_nursery_serves_the_next_run_while_it_lives_and_imports_alike() -
         assert pid({**ENVIRONMENT, "OMP_NUM_THREADS": "2"}) != other
 
 
+SAYS = """
+import gc, os
+os.register_at_fork(after_in_child=lambda: open({path!r}, "a").write(f"{{gc.get_freeze_count()}}\\n"))
+"""
+
+
+def test_collections_in_an_engine_leave_alone_what_it_shares_with_the_nursery(tmp_path: Path) -> None:
+    """All that was imported before the fork; a collection that looks at it copies its pages."""
+    said = tmp_path / "said"
+    (tmp_path / "says.py").write_text(SAYS.format(path=str(said)))
+    with nursery(child_environment({**os.environ, "PYTHONPATH": str(tmp_path)}, 1)) as one:
+        child, channel = forked(one, tmp_path / "log", ("says",))
+    child.kill()
+    child.wait(10)
+    channel.close()
+    assert [int(line) > 100_000 for line in said.read_text().splitlines()] == [True, True], "both forks"
+
+
 def test_a_nursery_that_cannot_import_is_an_error_with_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -296,6 +296,7 @@ def ranks(snapshot: str, train: int, order: str) -> RunResult:
 
 
 @pytest.mark.processes
+@pytest.mark.xdist_group("released")
 @pytest.mark.parametrize(("train", "order"), [(1, "stock"), (2, "stock"), (2, "reindex")])
 def test_processes_take_the_same_steps_with_pages_that_are_passed_again(train: int, order: str) -> None:
     """State and final weights to the bit; the rollout engine's digest of its new pages is the trainer's."""

@@ -33,7 +33,7 @@ from rollplex.runtime.resume import identity, store_plan
 from rollplex.runtime.run import RunResult, run_plan
 from rollplex.runtime.rundir import run_directory
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("whole runs")]
 
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
 MEASURED = {"step_s", "rollout_tokens_per_s"}

@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from capacities import without_remedies
 from megatron_tiny import megatron_plan
 from runtime_threads import TRAIN, InThreads
 from runtime_tiny import luck, tiny_plan
@@ -21,7 +22,6 @@ from examples.grpo import grpo
 from rollplex.ir.errors import OutOfMemory
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Exchange, UpdateChunk
-from rollplex.passes.pipeline import compile_plan
 from rollplex.runtime.run import run_plan
 
 torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def folder() -> Path:
 
 @cache
 def plan_of(name: str, capacity_kib: int) -> Plan:
-    return compile_plan(grpo, small_job(folder(), name, capacity_kib))
+    return without_remedies(grpo, small_job(folder(), name, capacity_kib))
 
 
 @cache
@@ -153,7 +153,7 @@ def test_executed_all_the_same_it_dies_there_by_the_budget_of_the_arena(name: st
 
 @pytest.mark.parametrize("name", OF_MEGATRON)
 def test_where_megatron_trains_it_ends_as_the_compiler_says_too(name: str, tmp_path: Path) -> None:
-    plan = compile_plan(grpo, small_job(folder(), name, TRAINERS["megatron"][0], "megatron"))
+    plan = without_remedies(grpo, small_job(folder(), name, TRAINERS["megatron"][0], "megatron"))
     died = executed(plan, tmp_path / "run")
     assert (plan.infeasible and plan.infeasible.window) == (died and died.window) == FIRST_OVER.get(name)
 

@@ -32,7 +32,7 @@ from rollplex.runtime.nursery import nursery
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import execute_plan, run_plan
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.alone
 
 PHASES = ("P1", "P2", "P3")
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)

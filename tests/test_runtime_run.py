@@ -21,7 +21,7 @@ from rollplex.runtime.events import IterationDone, RunEvent, StepEntered, Stoppi
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import RunResult, run_plan
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("five steps")]
 
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
 FIVE = {"steps": 5}

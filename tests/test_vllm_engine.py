@@ -22,7 +22,7 @@ from rollplex.ir.errors import EngineError, OutOfMemory
 from rollplex.ir.steps import Run, Step
 from rollplex.runtime.protocol import ProcessId
 
-pytestmark = [needs_vllm, pytest.mark.processes]  # vLLM is imported in one process of the suite, not in each
+pytestmark = needs_vllm
 torch.set_num_threads(1)
 ENDS = tuple(range(0, 264, 5))
 

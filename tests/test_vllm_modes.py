@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from runtime_threads import TRAIN, InThreads
 from runtime_tiny import luck
@@ -18,7 +17,7 @@ from rollplex.backends.data.rollout import Rollout
 from rollplex.ir.steps import Run, Step
 from rollplex.runtime.protocol import ProcessId
 
-pytestmark = [needs_vllm, pytest.mark.processes]  # vLLM is imported in one process of the suite, not in each
+pytestmark = needs_vllm
 torch.set_num_threads(1)
 ENDS = tuple(range(0, 264, 5))
 STEPS, TEMPERATURE = 3, 0.7

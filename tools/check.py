@@ -21,10 +21,12 @@ STATIC: tuple[tuple[str, ...], ...] = (
     ("pyright",),
     ("lint-imports",),
 )
-# Tests that start engine processes have the machine to themselves: some say within which time a death is noticed.
+# Two at a time of those that start engine processes: up to eight each, which wait for each other. Some tests have the
+# machine to themselves: they say within which time a death is noticed.
 TESTS = (
-    ("pytest", "-n", "logical", "--dist", "worksteal", "-m", "not processes"),
-    ("pytest", "-m", "processes"),
+    ("pytest", "-n", "logical", "--dist", "worksteal", "-m", "not processes and not alone"),
+    ("pytest", "-n", "2", "--dist", "loadgroup", "-m", "processes"),
+    ("pytest", "-m", "alone"),
 )
 
 

@@ -15,6 +15,7 @@ while it starts engines (PR_SET_CHILD_SUBREAPER). The nursery has one thread and
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import select
@@ -181,6 +182,7 @@ def main() -> None:
         for module in asked["modules"]:
             with suppress(ImportError):
                 import_module(module)
+        gc.freeze()  # a collection in an engine would write to every page that it shares
         if (between := os.fork()) == 0:
             _orphan(channel, asked, fds, parent)
         for fd in fds:

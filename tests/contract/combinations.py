@@ -45,6 +45,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from capacities import smallest
 from runtime_tiny import CONFIG, tiny_job
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from vllm_tiny import VL
@@ -164,13 +165,10 @@ def weights(of: Combination) -> Path:
 @cache
 def plan_of(of: Combination, schedule: str) -> Plan:
     """The plan; where gradients leave in pieces, for the least memory in which they do and groups are whole."""
-    algorithm, kib = load_algorithm(f"examples/{of.algorithm}.py"), 2 << 10 if of.pieces else 64 << 10
-    for _ in range(60):
-        plan = compile_plan(algorithm, job_of(of, schedule, f"{kib} KiB"))
-        if plan.infeasible is None and (not of.pieces or _leaving(plan)):
-            return plan
-        kib += max(-(-plan.infeasible.shortfall_bytes // 1024) if plan.infeasible else 0, 16)
-    raise AssertionError(f"no capacity for {of} under {schedule}")
+    algorithm = load_algorithm(f"examples/{of.algorithm}.py")
+    if not of.pieces:
+        return compile_plan(algorithm, job_of(of, schedule, f"{64 << 10} KiB"))
+    return smallest(algorithm, lambda capacity: job_of(of, schedule, capacity), 2 << 10, _leaving)
 
 
 def _leaving(plan: Plan) -> bool:

@@ -21,7 +21,9 @@ from vllm_tiny import needs_vllm
 from rollplex.ir.steps import Exchange, Run, UnmapPart
 from rollplex.runtime.protocol import ProcessId
 
-RUN = [pytest.param(c, marks=needs_vllm) if c.roller == "vllm" else c for c in COMBINATIONS]
+RUN = [
+    pytest.param(c, marks=needs_vllm if c.roller == "vllm" else pytest.mark.xdist_group(str(c))) for c in COMBINATIONS
+]
 pytestmark = [pytest.mark.processes, pytest.mark.parametrize("of", RUN, ids=str)]
 torch.set_num_threads(1)
 
