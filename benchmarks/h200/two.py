@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.driver import Driver
-from benchmarks.h200.ran import Ran, read, windows_of
+from benchmarks.h200.ran import Ran, read
 from benchmarks.page import measured_with, table
 from rollplex.ir.plan import Plan, read_plan
 
@@ -83,7 +83,9 @@ def publication(ran: Both) -> str:
     if not ran.exchange_ms or not ran.sent:
         return "publish: nothing is exchanged"
     ms = sum(ran.exchange_ms) / (len(ran.exchange_ms) / len(ran.sent))
-    return f"publish: {sum(ran.sent) / 1e9:.2f} GB to each GPU in {ms:.2f} ms a step, {sum(ran.sent) / ms / 1e6:.0f} GB/s"
+    return (
+        f"publish: {sum(ran.sent) / 1e9:.2f} GB to each GPU in {ms:.2f} ms a step, {sum(ran.sent) / ms / 1e6:.0f} GB/s"
+    )
 
 
 def windows(ran: Both) -> list[str]:

@@ -89,11 +89,12 @@ class Graph:
             del self.tensors["at_k"]
         import cudnn
 
-        self.graph.validate()
-        self.graph.build_operation_graph()
-        self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        self.graph.check_support()
-        self.graph.build_plans()
+        with torch.cuda.device(self._device):
+            self.graph.validate()
+            self.graph.build_operation_graph()
+            self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            self.graph.check_support()
+            self.graph.build_plans()
         self._workspace = self.graph.get_workspace_size()
         return self
 
@@ -105,7 +106,8 @@ class Graph:
         workspace = torch.empty(max(self._workspace, 1), dtype=torch.uint8, device=self._device)
         cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream(self._device).cuda_stream)
         values = given | lengths
-        self.graph.execute({t: values[n] for n, t in self.tensors.items()}, workspace, handle=self._handle)
+        with torch.cuda.device(self._device):
+            self.graph.execute({t: values[n] for n, t in self.tensors.items()}, workspace, handle=self._handle)
 
     @property
     def masked(self) -> dict[str, Any]:
