@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from runtime_tiny import luck, tiny_plan
 
 from benchmarks.h200 import kill
 from benchmarks.h200.kill import Leg, Machine, kill_all, page
+from rollplex.runtime.crew import child_environment
+from rollplex.runtime.nursery import nursery
 
 NOTHING = Machine(lambda: 0, set)
 
@@ -17,6 +20,8 @@ NOTHING = Machine(lambda: 0, set)
 def test_a_run_that_is_killed_twice_comes_to_its_end(tmp_path: Path) -> None:
     """Trainer in the second step, rollout in the third; the fourth is the last. Nothing is left behind."""
     plan = tiny_plan(run={"steps": 4, "checkpoint_every": 1})
+    with nursery(child_environment(os.environ, plan.job["run"]["threads"])):
+        pass  # what tests keep to start engines is there before, with its socket
     legs = kill_all(plan, {"reward": luck}, tmp_path / "run", NOTHING)
     assert [leg.wrong for leg in legs] == [{}, {}, {}]
     assert all(leg.noticed_s < kill.NOTICED_S for leg in legs[:2])

@@ -10,6 +10,7 @@ import torch
 from host_tiny import CONFIG, arena_model, oracle_model, text_prompt, tied, whole_logprobs
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from rollplex.backends.training import weights
 from rollplex.backends.training.weights import disk_name, load_weights, memory_name, save_weights
 from rollplex.ir.errors import JobError
 
@@ -30,6 +31,28 @@ def test_what_we_save_transformers_loads_and_back(config: dict[str, Any], tmp_pa
     before = arena.clone()
     arena.zero_()
     load_weights(tmp_path / "b", views)
+    assert torch.equal(arena, before)
+
+
+def test_many_weights_are_written_to_as_many_files_as_are_written_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About equal parts, each tensor in one; transformers finds them by their index, and we do."""
+    oracle = oracle_model(CONFIG, torch.float32)
+    model, arena = arena_model(oracle, CONFIG, torch.float32)
+    views = {n: p.data for n, p in model.named_parameters()}
+    monkeypatch.setattr(weights, "FILE_BYTES", 1 << 16)
+    save_weights(tmp_path, views, CONFIG)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert len(sizes) == weights.AT_A_TIME
+    assert (tmp_path / "model-00008-of-00008.safetensors").exists()
+    total = sum(view.nbytes for view in views.values())
+    assert max(sizes) < total / len(sizes) + max(view.nbytes for view in views.values()) + 10_000
+    loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
+    assert all(torch.equal(p, oracle.get_parameter(n)) for n, p in loaded.named_parameters())
+    before = arena.clone()
+    arena.zero_()
+    load_weights(tmp_path, views)
     assert torch.equal(arena, before)
 
 

@@ -25,6 +25,7 @@ from rollplex.runtime.printing import print_report, sparkline
 from rollplex.runtime.protocol import CONTROLLER, ProcessId
 from rollplex.runtime.report import Overlap, Report, TimeLog, WindowTime, measured_overlap
 from rollplex.runtime.spans import Span
+from rollplex.runtime.stages import Stages, StageTime
 from rollplex.runtime.trace import Trace, TraceFile
 
 TRAIN, ROLLOUT = ProcessId("train", 0), ProcessId("rollout", 0)
@@ -248,6 +249,43 @@ def test_times_are_means_over_iterations_without_the_first() -> None:
     assert (log.step_s, log.overlap) == (4, Overlap(3, 2, 1.5))
     (decode,) = (row for row in log.windows() if row.window == "P1 decode")
     assert (decode.measured_s, decode.waiting_s) == (2.5, 0.5)
+    assert [(s.step_s, s.overlap.hidden_s, s.windows) for s in log.steps] == [
+        (10, 8, {"P1 decode": 8}), (3, 1, {"P1 decode": 1}), (5, 2, {"P1 decode": 3}),
+    ]  # fmt: skip
+
+
+def test_stages_end_where_the_next_begins_and_start_and_end_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has its own; the report prints them, of the first process of a kind."""
+    clock = iter([0.0, 1.0, 3.0, 10.0, 20.0, 24.0])
+    monkeypatch.setattr("rollplex.runtime.stages.time.monotonic", lambda: next(clock))
+    seen: list[Any] = []
+    stages = Stages(seen.append)
+    stages.begin(TRAIN, "importing host")
+    stages.begin(ProcessId("train", 1), "importing host")
+    stages.begin(TRAIN, "taking memory")
+    stages.begin(TRAIN, "")
+    stages.phase = "end"
+    stages.begin(CONTROLLER, "writing final/")
+    stages.begin(CONTROLLER, "")
+    assert [(s.phase, s.process, s.stage, s.seconds) for s in stages.found] == [
+        ("start", "train 0", "importing host", 3.0),
+        ("start", "train 0", "taking memory", 7.0),
+        ("end", "controller 0", "writing final/", 4.0),
+    ]
+    assert [str(event.process) for event in seen] == ["train 0", "train 1", "train 0", "controller 0"]
+    shown = report()
+    shown.stages = [*stages.found, StageTime("start", "train 1", "taking memory", 9.0)]
+    lines = printed(shown).splitlines()
+    assert lines[-2:] == [
+        "start      train: importing host 3.0, taking memory 7.0 s",
+        "end        controller: writing final/ 4.0 s",
+    ]
+
+
+def test_the_trace_says_on_which_clock_its_time_0_is() -> None:
+    trace = Trace([CONTROLLER, ROLLOUT])
+    events = [e for second in (3, 9) for e in trace.steps([run("generate", ROLLOUT, second, second + 1)])]
+    assert [e["args"] for e in events if e["name"] == "time_0"] == [{"monotonic_ns": 3 * 10**9}]
 
 
 def report() -> Report:
