@@ -37,6 +37,7 @@ from rollplex.runtime.crew import Crew
 from rollplex.runtime.holding import await_turn
 from rollplex.runtime.patience import Silence
 from rollplex.runtime.protocol import Entered, Held, Message
+from rollplex.runtime.stages import Stages
 from rollplex.runtime.state import ProcessState
 
 
@@ -165,8 +166,9 @@ def controller(plan: Plan, step_timeout_s: float) -> tuple[Controller, Callable[
     rank = SimpleNamespace(process=TRAIN, pid=1 << 23, silence=Silence(60), log="log")
     crew = SimpleNamespace(members={TRAIN: rank}, inbox=SimpleQueue())
     heard = Controller(
-        plan, job.model_copy(update={"run": run}), cast(Crew, crew), cast(Tasks, None), lambda event: None
-    )
+        plan, job.model_copy(update={"run": run}), cast(Crew, crew), cast(Tasks, None), lambda event: None,
+        Stages(lambda event: None),
+    )  # fmt: skip
     return heard, lambda message: crew.inbox.put((TRAIN, message, []))
 
 

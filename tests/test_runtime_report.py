@@ -282,12 +282,6 @@ def test_stages_end_where_the_next_begins_and_start_and_end_are_apart(monkeypatc
     ]
 
 
-def test_the_trace_says_on_which_clock_its_time_0_is() -> None:
-    trace = Trace([CONTROLLER, ROLLOUT])
-    events = [e for second in (3, 9) for e in trace.steps([run("generate", ROLLOUT, second, second + 1)])]
-    assert [e["args"] for e in events if e["name"] == "time_0"] == [{"monotonic_ns": 3 * 10**9}]
-
-
 def report() -> Report:
     return Report(
         "grpo.py:grpo", "rollplex", 3, 3, step_s=1.25, reward="reward",
