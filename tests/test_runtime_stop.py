@@ -45,7 +45,7 @@ def _member(process: ProcessId) -> SimpleNamespace:
 
 def test_ranks_of_a_kind_end_together_and_readers_first() -> None:
     plan = tiny_plan(cluster={"gpus_per_node": GPUS}, workload={"prompts": 4})
-    crew, no_tasks = Together(), None
+    crew, none = Together(), None
     made: Any = Controller  # it looks at what a crew has and does, not at its class
-    made(plan, Job.model_validate(plan.job), crew, no_tasks, silent).stop()
+    made(plan, Job.model_validate(plan.job), crew, none, silent, none).stop()
     assert [process.kind for process in crew.told] == ["rollout", "rollout", "train", "train"]

@@ -113,6 +113,8 @@ def _gather_one(value: Tensor, group: Group) -> list[Tensor]:
     own = value.detach().contiguous()
     found = [torch.empty_like(own) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(own, found, group=group, group_dst=0)
+    if own.is_cuda:  # NCCL's patience counts from when it was asked: ranks that only send would ask for all at once
+        torch.cuda.synchronize(own.device)
     return found or []
 
 
