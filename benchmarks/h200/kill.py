@@ -185,7 +185,7 @@ def mps_pids() -> set[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--runs", type=Path, default=Path("/dev/shm/killed"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/killed"))
     asked = parser.parse_args()
     plan = read_plan(asked.plan)
     legs = kill_all(plan, find(plan, {}), asked.runs, gpu())
