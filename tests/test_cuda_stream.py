@@ -1,4 +1,4 @@
-"""The optimizer's stream on a GPU: pinned state, streams for lanes, the result of torch's own AdamW to the bit."""
+"""The optimizer's stream on a GPU: pinned state, streams for lanes, the result of torch's fused AdamW to the bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_three_steps_of_pinned_state_are_torchs_adamw_on_the_gpu_to_the_bit(in_f
     torch.manual_seed(0)
     start = torch.randn(NUMEL)
     whole = torch.nn.Parameter(start.cuda())
-    torchs = torch.optim.AdamW([whole], lr=1e-3, weight_decay=0.1, foreach=False, fused=False)
+    torchs = torch.optim.AdamW([whole], lr=1e-3, weight_decay=0.1, foreach=False, fused=True)
     state = FlatState(*(pinned(NUMEL) for _ in range(4)))
     state.master.copy_(start)
     snapshot = {name: torch.empty(numel, dtype=torch.bfloat16, device="cuda") for name, numel in SIZES}

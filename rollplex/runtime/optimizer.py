@@ -26,7 +26,9 @@ from rollplex.ir.errors import RunError
 # At most torch's grain size (32768), so that one thread sums a block, whatever the number of threads.
 NORM_BLOCK = 16384
 # A GPU sums a block in an order that its length alone decides; a few launches each, so fewer and longer ones.
-GPU_NORM_BLOCK = 1 << 22
+GPU_NORM_BLOCK = 1 << 26
+
+LAUNCH = 1 << 30  # elements of a tensor that one launch takes: fewer than 32 bits count
 
 
 @dataclass(frozen=True)
@@ -201,17 +203,20 @@ class ChunkedAdam:
     def update(self, work: Workspace, start: int, stop: int, step: int) -> None:
         """Adam on the workspace, in place; touches neither host state nor snapshot. The workspace's gradient is spent.
 
-        torch's Adam would make a copy of the gradient for a decay that joins it: it is added here, in place.
+        A GPU runs torch's fused kernel, which reads and writes each state once; a host its plain one. torch's Adam
+        would make a copy of the gradient for a decay that joins it: it is added here, in place.
         """
-        config = self.config
+        config, fused = self.config, work.master.is_cuda
         for decay, low, high in self._stretches(start, stop):
-            master, exp_avg, exp_avg_sq, grad = (part[low - start : high - start] for part in _parts(work))
+            stretch = [part[low - start : high - start] for part in _parts(work)]
             amount = config.weight_decay if decay else 0.0
             if amount and not config.decoupled:
-                grad.add_(master, alpha=amount)
+                stretch[3].add_(stretch[0], alpha=amount)
+            masters, firsts, seconds, grads = (list(part.split(LAUNCH)) for part in stretch)
+            done = [torch.tensor(float(step - 1), device=part.device) for part in masters]
             adam(
-                [master], [grad], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step - 1))],
-                foreach=False, amsgrad=False, beta1=config.betas[0], beta2=config.betas[1], lr=config.lr,
+                masters, grads, firsts, seconds, [], done,
+                foreach=False, fused=fused, amsgrad=False, beta1=config.betas[0], beta2=config.betas[1], lr=config.lr,
                 weight_decay=amount if config.decoupled else 0.0, eps=config.eps, maximize=False,
                 decoupled_weight_decay=config.decoupled,
             )  # fmt: skip
