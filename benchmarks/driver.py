@@ -27,6 +27,7 @@ class Driver:
         self.used: list[int] = []
         self.before = self.now()
         self._over = threading.Event()
+        self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def now(self) -> int:
@@ -40,12 +41,17 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        if self._failed is not None:
+            raise self._failed
 
     def within(self, start_ns: int, stop_ns: int) -> list[int]:
         """What was in use, sample by sample."""
         return self.used[bisect_left(self.times, start_ns) : bisect_left(self.times, stop_ns)]
 
     def _poll(self) -> None:
-        while not self._over.wait(POLL_S):
-            self.times.append(time.monotonic_ns())
-            self.used.append(self.now())
+        try:
+            while not self._over.wait(POLL_S):
+                self.times.append(time.monotonic_ns())
+                self.used.append(self.now())
+        except self._nvml.NVMLError as err:  # told when the block is over: a run that nobody watched proves nothing
+            self._failed = err

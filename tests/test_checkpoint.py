@@ -109,6 +109,9 @@ def test_other_reference_weights_or_other_rows_are_refused(tmp_path: Path) -> No
     other = InThreads(tiny_plan(run={"seed": 3}), {"reward": luck})
     with pytest.raises(RunError, match=r"run\.weights: reference\.weights is not what the run began with"):
         take_up(other.states[ProcessId("train", 0)], other.job, tmp_path / "c", noted["train 0"])
+    before = {**noted["train 0"], "tasks": {"frozen": noted["train 0"]["tasks"]["frozen"]}}
+    with pytest.raises(RunError, match="digests of frozen weights are another version's"):
+        take_up(other.states[ProcessId("train", 0)], other.job, tmp_path / "c", before)
     other.feed.rows = other.feed.rows[:-1]
     with pytest.raises(DataError, match=r"train\.jsonl: it holds other rows than the run began with \(11, then 12\)"):
         take_up(other.states[CONTROLLER], other.job, tmp_path / "c", noted["controller 0"])

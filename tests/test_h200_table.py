@@ -32,7 +32,7 @@ def ran(name: str, steps: list[dict[str, Any]], **changes: Any) -> Ran:
     memory = [{"window": "w", "planned": 100, "measured": 97}, {"window": "v", "planned": 100, "measured": 100}]
     report = {"steps": steps, "metrics": [{"logprob_gap": 0.02}], "memory": memory, "memory_as_planned": True}
     report |= {"stages": [{"phase": "start", "process": "train 0", "stage": "taking memory", "seconds": 1.25}]}
-    made = {"slices": (("w", 10**10, 2 * 10**10),), "before": 0, "within": lambda start, stop: [], "seconds": 60.0}
+    made = {"slices": (("w", 10**10, 2 * 10**10),), "before": 0, "within": lambda start, stop: [1], "seconds": 60.0}
     return Ran(name, plan, report, **{**made, **changes})
 
 
@@ -80,6 +80,11 @@ def test_a_second_copy_of_the_actor_could_not_hide() -> None:
     assert with_rest(actor + 7).at_start() == (pages + actor + 7, pages)
 
 
+def test_a_run_that_nobody_watched_proves_nothing() -> None:
+    with pytest.raises(AssertionError, match="r: the driver was not asked before the first step"):
+        ran("r", [], within=lambda start, stop: []).second_copy()
+
+
 def test_the_driver_is_asked_in_windows_behind_the_first_step() -> None:
     """Its most bytes in each, less what was in use before; the one that differs most is told."""
     plan = megatron_plan(1)
@@ -118,7 +123,7 @@ def test_a_run_is_read_from_what_it_leaves(tmp_path: Path) -> None:
     plan: Plan = tiny_plan(run={"steps": 2, "checkpoint_every": 0})
     run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path, progress=lambda event: None)
     asked: list[tuple[int, int]] = []
-    found = read(tmp_path, "host", plan, 0, lambda start, stop: asked.append((start, stop)) or [], 1.0)
+    found = read(tmp_path, "host", plan, 0, lambda start, stop: asked.append((start, stop)) or [1], 1.0)
     assert len(found.report["steps"]) == 2
     assert found.step.mean == pytest.approx(found.report["step_s"])
     assert found.overlap("decode_s").mean == pytest.approx(found.report["overlap"]["decode_s"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from host_tiny import CONFIG, arena_model, oracle_model, text_prompt, tied, whole_logprobs
+from safetensors.torch import save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rollplex.backends.training import weights
@@ -73,6 +74,14 @@ def test_missing_tensors_and_wrong_shapes_are_all_named(tmp_path: Path) -> None:
         load_weights(tmp_path, views)
     assert "no tensor lm_head.weight" in str(caught.value)
     assert "model.language_model.norm.weight is [48], the config says [7]" in str(caught.value)
+
+
+def test_two_files_with_one_tensor_are_refused(tmp_path: Path) -> None:
+    """As where an older model's file is left beside a newer one's: nothing says which is meant."""
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors"):
+        save_file({"visual.merger.ln_q.weight": torch.ones(3)}, str(tmp_path / name))
+    with pytest.raises(JobError, match=r"is in model-00001-of-00002\.safetensors and in model\.safetensors"):
+        load_weights(tmp_path, {"model.visual.merger.ln_q.weight": torch.empty(3)})
 
 
 def test_a_directory_without_weights_and_a_broken_file_are_refused(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_bytes_that_nobody_published_are_refused_where_the_job_asks_for_it() -> 
     weight[: weight.numel() // 2].copy_(old[: weight.numel() // 2])
     with pytest.raises(EngineError) as refused:
         try_to_generate(run, 2)
-    assert "the pages of theta_2 are not those that were published: sha256 " in str(refused.value)
+    assert "the pages of theta_2 are not those that were published: digest " in str(refused.value)
     assert "try: end the run and start again" in str(refused.value)
     run.close()
 

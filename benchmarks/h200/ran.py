@@ -125,8 +125,9 @@ class Ran:
         """
         first = self.slices[0][1]
         used = self.within(first - 10**9, first)[-1:]
+        assert used, f"{self.name}: the driver was not asked before the first step"
         pages = sum(o.bytes for o in self.plan.summary.objects if o.start == "hbm" and not is_temporary(o.name))
-        return (used[0] - self.before if used else 0), pages
+        return used[0] - self.before, pages
 
     def actor_bytes(self) -> int:
         """Of one copy of the actor's language model: a second one could not be smaller."""

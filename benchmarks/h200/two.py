@@ -109,6 +109,8 @@ def problems(ran: Both, gap: float) -> Iterator[str]:
         yield "objects are not as planned: see report.json"
     for gpu, each in enumerate(ran.gpus):
         found, planned = max(each.driven().values(), default=0), ran.plan.summary.peak_hbm_bytes
+        if not found:
+            yield f"GPU {gpu} was not looked at in any window"
         if found > OVER * planned:
             yield f"GPU {gpu} has {found / GIB:.2f} GiB in use, its plan {planned / GIB:.2f} GiB"
 

@@ -72,14 +72,14 @@ def sums_apart(heads: int, queries: int, keys: int) -> bool:
 def backward_sums_bytes(work: Work, queries: int, keys: int) -> int:
     """What the backward of fused attention sums apart on a GPU, so that its bits are the same each time: FP32.
 
-    cuDNN's has a gradient of the queries for each block of keys, one of the keys for each head, and a number a row;
-    FlashAttention's (backends/cuda/one_sequence.py) one of the queries for each SM that a head has.
+    cuDNN's has a gradient of the queries for each block of keys, one of the keys for each head, and a number a row,
+    as far as they are no more than LARGEST_SUMS; FlashAttention's (backends/cuda/one_sequence.py) has one of the
+    queries for each SM that a head has. Shorter sequences may take the other way: the larger of both, at most.
     """
     heads, queries = -(-work.spec.heads // work.tp), room(queries)
     if work.unfused or not queries:
         return 0
-    apart = _sums_bytes(heads, queries, keys)
-    return apart if apart <= LARGEST_SUMS else (SMS + heads) * queries * HEAD_ROW_BYTES
+    return max((SMS + heads) * queries * HEAD_ROW_BYTES, min(_sums_bytes(heads, queries, room(keys)), LARGEST_SUMS))
 
 
 def room(tokens: int) -> int:

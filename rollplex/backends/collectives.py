@@ -148,6 +148,9 @@ class Groups:
         for name in self._groups if gpu else ():
             slabs = torch.zeros(self.size(name), 1, device=gpu)
             self.all_reduce(name, slabs)
+            self.reduce(name, slabs, 0)
+            self.broadcast(name, slabs, 0)
+            self.all_gather(name, slabs)
             self.fill(name, slabs)
 
 

@@ -107,7 +107,7 @@ class Subscription:
         stamp = self._checked(version)
         if stamp.digest and (found := self._digest()) != stamp.digest:
             what = f"the pages of theta_{version} are not those that were published: "
-            raise self._refused(f"{what}sha256 {found[:16]}.., published {stamp.digest[:16]}..")
+            raise self._refused(f"{what}digest {found[:16]}.., published {stamp.digest[:16]}..")
         yield
         self._checked(version)
 

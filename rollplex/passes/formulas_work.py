@@ -214,14 +214,15 @@ def _suffix(work: Work) -> Formula:
 
 
 def _sums_apart(work: Work, queries: int, keys: int) -> Formula:
-    """What the backward of fused attention sums apart: by blocks of keys, where that is too much by SMs."""
+    """What the backward of fused attention sums apart, by SMs or by blocks of keys up to a limit: the larger."""
     if work.unfused or not queries:
         return NOTHING
-    heads, rows = -(-work.spec.heads // work.tp), -(-queries // 1024) * 1024
+    heads, rows, columns = -(-work.spec.heads // work.tp), -(-queries // 1024) * 1024, -(-keys // 1024) * 1024
     row = n(128, "head") * n(4, "B")
-    blocks = n(-(-keys // 256), "blocks of keys") * _tokens(rows) + n(keys, "keys")
+    blocks = n(columns // 256, "blocks of keys") * _tokens(rows) + n(columns, "keys")
     apart = n(heads, "heads") * (blocks * row + _tokens(rows) * n(4, "B"))
-    return apart if apart.value <= 2 * 2**30 else n(132 + heads, "SMs and heads") * _tokens(rows) * row
+    most = apart if apart.value <= 2 * 2**30 else n(2 * 2**30, "B at most")
+    return largest(n(132 + heads, "SMs and heads") * _tokens(rows) * row, most)
 
 
 def _prefix_backward(work: Work) -> Formula:

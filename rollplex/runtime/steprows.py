@@ -46,7 +46,8 @@ class StepRows:
         rows, gone = self.of(step), set(taken)
         each = len(rows) // self.job.engines
         shares = [range(e * each, (e + 1) * each) for e in range(self.job.engines)]
-        self._left[step + 1] = [[rows[i] for i in share if i not in gone] for share in shares]
+        left = [[rows[i] for i in share if i not in gone] for share in shares]
+        self._left = {step: self._left[step], step + 1: left}
 
     def carried(self, step: int) -> list[list[int]]:
         """What goes on in a step, by engine: all that this object needs to begin there."""

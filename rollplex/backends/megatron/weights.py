@@ -40,7 +40,8 @@ def load_weights(directory: str | Path, order: Sequence[Parameter], views: Mappi
     JobError lists all missing tensors and those that are too small at once. Tensors that nobody needs are ignored.
     """
     with host.opened(directory) as files, host.copying() as copy:
-        slices = {host.memory_name(key): (f, one.get_slice(key)) for f, one in files.items() for key in one.keys()}  # noqa: SIM118
+        where = host.places(directory, files)
+        slices = {name: (file, files[file].get_slice(key)) for name, (file, key) in where.items()}
         problems = list(_problems(order, slices, str(directory)))
         if problems:
             raise JobError(*problems[:20])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollplex.backends.carried import Carried
-from rollplex.backends.digest import digest
+from rollplex.backends.digest import KIND, digest
 from rollplex.backends.memory.planned import PlannedObjects
 from rollplex.backends.training.placement import DTYPES
 from rollplex.ir.errors import RunError
@@ -40,10 +40,13 @@ class CarriedObjects:
         tensors = {name: self._current(name) for name in self.objects.carried()}
         own = {name: tensor for name, tensor in tensors.items() if name in self._own}
         copied = {name: tensor for name, tensor in tensors.items() if name not in self._own}
-        return Carried(own, copied, {"frozen": self._frozen})
+        return Carried(own, copied, {"frozen": self._frozen, "digests": KIND})
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Put every object back where it is when an iteration starts; RunError for other frozen weights."""
+        if facts.get("digests") != KIND:
+            what = "the checkpoint's digests of frozen weights are another version's"
+            raise RunError(what, where="--resume", hint="go on with the version of rollplex that wrote it")
         for name, found in self._frozen.items():
             if facts["frozen"].get(name) != found:
                 hint = "bring back the initial weights of that run"

@@ -36,18 +36,29 @@ def load_weights(directory: str | Path, views: Mapping[str, Tensor]) -> None:
     JobError lists all missing names and wrong shapes at once; a tied model needs no head. Names that no view has are
     ignored (a checkpoint may hold more).
     """
-    missing = set(views)
-    problems: list[Problem] = []
     with opened(directory) as files, copying() as copy:
-        for file, one in files.items():
-            for key in one.keys():  # noqa: SIM118 (not a dict)
-                name = memory_name(key)
-                if name in views:
-                    missing.discard(name)
-                    problems += _copied(copy, views[name], one.get_tensor(key), name, file)
-    problems += [Problem(f"no tensor {name}", str(directory)) for name in sorted(missing)]
+        where = places(directory, files)
+        problems = [Problem(f"no tensor {name}", str(directory)) for name in sorted(views.keys() - where.keys())]
+        for name in views.keys() & where.keys():
+            file, key = where[name]
+            problems += _copied(copy, views[name], files[file].get_tensor(key), name, file)
     if problems:
         raise JobError(*problems[:20])
+
+
+def places(directory: str | Path, files: Mapping[Path, Any]) -> dict[str, tuple[Path, str]]:
+    """The file and the key of each tensor by its name in memory; JobError where two files have one.
+
+    They may be what is left of an older model beside a newer one, and nothing says which is meant.
+    """
+    found: dict[str, tuple[Path, str]] = {}
+    for file, one in files.items():
+        for key in one.keys():  # noqa: SIM118 (not a dict)
+            other, _ = found.setdefault(memory_name(key), (file, key))
+            if other != file:
+                what = f"{key} is in {other.name} and in {file.name}"
+                raise JobError(what, where=directory, hint="leave the files of one model there")
+    return found
 
 
 @contextmanager
@@ -56,15 +67,16 @@ def opened(directory: str | Path) -> Iterator[dict[Path, Any]]:
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise JobError("no .safetensors file here", where=directory, hint="save the model with save_pretrained")
-    file = files[0]
+    where: Path | str = directory
     with ExitStack() as stack:
         try:
             found = {}
-            for file in files:
-                found[file] = stack.enter_context(safe_open(str(file), framework="pt"))
+            for where in files:
+                found[where] = stack.enter_context(safe_open(str(where), framework="pt"))
+            where = directory  # from here on any of them may be at fault
             yield found
         except (SafetensorError, OSError) as err:
-            raise JobError(f"cannot read the weights: {err}", where=file) from None
+            raise JobError(f"cannot read the weights: {err}", where=where) from None
 
 
 @contextmanager
