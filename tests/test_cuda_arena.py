@@ -205,7 +205,7 @@ def test_blocks_that_torch_keeps_make_way_for_pages(memory: Memory) -> None:
     store = ObjectStore(Ledger.create("gpu0", 1 << 50, process="train0"), CudaDevice(0))
     torch.cuda.empty_cache()
     before = free()
-    part = before * 2 // 3 // MIB * MIB
+    part = before * 2 // 3 // (64 * MIB) * 64 * MIB
     store.add([StoredObject("w", "regenerable", part, memory.reserve("w", part, cuts=(64 * MIB,)))])
     del (block := [torch.empty(before // 2, dtype=torch.uint8, device="cuda")])[0]
     assert not block
