@@ -246,7 +246,9 @@ def test_context_parallelism_cuts_the_tokens() -> None:
     assert whole == 4 * quarter
 
 
-@pytest.mark.parametrize(("heads", "queries", "keys"), [(16, 6144, 6144), (5, 16384, 16384), (4, 4096, 16384)])
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys"), [(16, 6144, 6144), (5, 16384, 16384), (4, 4096, 16384), (5, 65536, 16384)]
+)
 def test_what_is_summed_apart_has_room_at_every_shorter_length(heads: int, queries: int, keys: int) -> None:
     """cuDNN sums apart what fits 2 GiB, FlashAttention whatever comes; a shorter sequence may go the other way."""
     row, planned = 128 * 4, a.backward_sums_bytes(work(replace(GPT, heads=heads)), queries, keys)

@@ -19,30 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from two_gpus import two_gpu_job
 
 from rollplex.backends.collectives import Groups
-from rollplex.ir.job import Job
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs and cuda-python")
 N, MIB, LATE_S = 1000, 1 << 20, 15.0
 ROOT = Path(__file__).parent.parent
-
-
-def job(silent_s: float = 60.0) -> Job:
-    """TP 2 trains, TP 1 rolls out."""
-    actor = {
-        "train": {"engine": "megatron", "tensor_parallel": 2},
-        "rollout": {"engine": "vllm", "kv_cache_gib": 1},
-    }
-    return Job.model_validate(
-        {
-            "model": {"name": "Qwen2.5-VL-3B", "dtype": "bfloat16"},
-            "cluster": {"gpu": "H200", "gpus_per_node": 2, "host_memory_gb": 100},
-            "roles": {"actor": actor},
-            "workload": {"prompts": 2, "group": 2, "prompt_tokens": 8, "response_tokens": 8},
-            "run": {"silent_s": silent_s},
-        }
-    )
 
 
 def started(what: str, meeting: Path) -> list[subprocess.Popen[str]]:
@@ -210,6 +193,6 @@ def test_a_rank_that_never_comes_ends_the_wait(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     name, number, place = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    joined = Groups.join(job(LATE_S if name == "late" else 60.0), "train", number, 2, place)
+    joined = Groups.join(two_gpu_job(silent_s=LATE_S if name == "late" else 60.0), "train", number, 2, place)
     print(json.dumps(globals()[name](number, joined, place)), flush=True)
     joined.close()

@@ -6,12 +6,12 @@ import subprocess
 from typing import Any
 
 import pytest
+from two_gpus import two_gpu_job
 
 from rollplex.backends.collectives import own_gpus
 from rollplex.backends.cuda import machine
 from rollplex.backends.cuda.machine import Card, cards, visible
 from rollplex.ir.errors import RunError
-from rollplex.ir.job import Job
 from rollplex.ir.placement import cuda_device
 from rollplex.runtime.preflight import check_engines, check_gpus
 
@@ -56,38 +56,21 @@ def test_ranks_that_share_a_device_share_its_memory() -> None:
         check_gpus([0, 0], 70 * GIB, visible(LISTED, None))
 
 
-def job(rollout: int, devices: tuple[int, ...], engine: str = "vllm") -> Job:
-    """Training at TP 2 on two GPUs of a node."""
-    actor = {
-        "train": {"engine": "megatron", "tensor_parallel": 2},
-        "rollout": {"engine": engine, "tensor_parallel": rollout, "kv_cache_gib": 1},
-    }
-    return Job.model_validate(
-        {
-            "model": {"name": "Qwen2.5-VL-3B", "dtype": "bfloat16"},
-            "cluster": {"gpu": "H200", "gpus_per_node": 2, "host_memory_gb": 100},
-            "roles": {"actor": actor},
-            "workload": {"prompts": 2, "group": 2, "prompt_tokens": 8, "response_tokens": 8},
-            "run": {"devices": devices},
-        }
-    )
-
-
 def test_ranks_are_on_the_devices_that_the_job_names() -> None:
-    assert [cuda_device(job(1, ()), gpu) for gpu in range(2)] == [0, 1]
-    assert [cuda_device(job(1, (3, 1)), gpu) for gpu in range(2)] == [3, 1]
+    assert [cuda_device(two_gpu_job(), gpu) for gpu in range(2)] == [0, 1]
+    assert [cuda_device(two_gpu_job(1, devices=(3, 1)), gpu) for gpu in range(2)] == [3, 1]
 
 
 def test_nccl_takes_ranks_that_have_a_gpu_each() -> None:
-    assert [own_gpus(job(1, devices), 2) for devices in ((), (1, 0), (0, 0))] == [True, True, False]
+    assert [own_gpus(two_gpu_job(1, devices=devices), 2) for devices in ((), (1, 0), (0, 0))] == [True, True, False]
 
 
 def test_ranks_of_one_vllm_engine_do_not_share_a_gpu() -> None:
-    check_engines(job(2, (0, 1)))
-    check_engines(job(1, (0, 0)))  # engines of one rank each
-    check_engines(job(2, (0, 0), engine="host"))
+    check_engines(two_gpu_job(2, devices=(0, 1)))
+    check_engines(two_gpu_job(1, devices=(0, 0)))  # engines of one rank each
+    check_engines(two_gpu_job(2, engine="host", devices=(0, 0)))
     with pytest.raises(RunError, match="the 2 ranks of vLLM's engine 0 are on CUDA devices 0, 0: each needs its own"):
-        check_engines(job(2, (0, 0)))
+        check_engines(two_gpu_job(2, devices=(0, 0)))
 
 
 def test_no_driver_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

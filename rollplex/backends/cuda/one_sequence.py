@@ -4,7 +4,7 @@ a prefix               queries [t, heads, d]  x  its own keys [t, kv_heads, d]  
 a group's responses    queries [t, heads, d]  x  a boundary slot [kv_heads, p of room, d]  no mask: all behind it
 
 The backward has the same bits each time, for which cuDNN's sums apart what each block of keys says; where that is too
-much (activations.backward_sums_bytes), FlashAttention's goes on from the same output and log-sum-exp.
+much (activations.sums_apart), FlashAttention's goes on from the same output and log-sum-exp.
 """
 
 from __future__ import annotations
