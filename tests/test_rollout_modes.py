@@ -345,6 +345,11 @@ def test_rows_are_dealt_out_by_engine_and_what_an_engine_left_stays_with_it() ->
     again = StepRows(job, 100)
     again.begin(1, rows.carried(1))
     assert again.of(1) == second
+    rows.took(1, [0, 1, 4, 5])
+    assert rows.of(1) == second
+    assert rows.carried(2) == [second[2:4], second[6:]]
+    with pytest.raises(AssertionError, match="what step -1 leaves is not known yet"):
+        rows.of(0)  # kept are the step that runs and the next one, however long the run
 
 
 def test_a_run_taken_up_from_a_checkpoint_goes_on_with_its_unfinished_responses(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.data.rollout import Rollout
+from rollplex.backends.data.rows import Row
 from rollplex.backends.training.placement import config_of, views
 from rollplex.ir.errors import DataError, RollplexError, RunError
 from rollplex.ir.plan import Plan
@@ -179,9 +180,11 @@ def test_two_steps_are_those_of_whole_sequences_and_torch(name: str, recompute: 
     steps_are_those_of_whole_sequences(run_of(plan_of(name, roles=roles), CASES[name][1]), 2, name)
 
 
-def steps_are_those_of_whole_sequences(run: InThreads, steps: int, name: str = "weighted") -> list[list[int]]:
-    """Loss, norm and weights of each step, of the prompts that it takes, whose numbers are returned."""
-    seen: list[list[int]] = []
+def steps_are_those_of_whole_sequences(
+    run: InThreads, steps: int, name: str = "weighted"
+) -> list[tuple[list[Row], list[int]]]:
+    """Loss, norm and weights of each step; the rows that each sampled for and the numbers of those it took."""
+    seen: list[tuple[list[Row], list[int]]] = []
     models = {role: Whole(config_of(run.job, role), weights_now(run, role)) for role in run.job.roles}
     o, parameters = run.job.optimizer, models["actor"].parameters
     adam = torch.optim.AdamW(parameters.values(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
@@ -189,7 +192,7 @@ def steps_are_those_of_whole_sequences(run: InThreads, steps: int, name: str = "
         run.step(k)
         adam.zero_grad()
         values = run.states[TRAIN].values
-        seen.append(values["rollout"].taken.tolist())
+        seen.append((run.feed.rows_of(k), values["rollout"].taken.tolist()))
         taken = {**values, "prompts": values["prompts"].take(values["rollout"].taken)}
         loss = torch.cat(terms(name, run, k, models, taken)).mean()
         loss.backward()
@@ -279,11 +282,10 @@ def test_numbers_made_before_the_rollout_are_those_of_the_prompts_that_a_step_ta
 ) -> None:
     """Of four prompts the first two to complete: the others' weights are not in the loss."""
     run = run_of(plan_of("weighted", schedule=schedule, workload=workload), weigh)
-    taken = steps_are_those_of_whole_sequences(run, STEPS)
-    weights = [[weigh(row.question, 0) for row in run.feed.rows_of(step)] for step in range(STEPS)]
-    others = [[w[n] for n in numbers] for w, numbers in zip(weights, taken, strict=True)]
-    assert others != [w[: len(numbers)] for w, numbers in zip(weights, taken, strict=True)]
-    assert run.feed.metrics["other"] == pytest.approx(sum(weights[-1]) / 4 + 1)
+    steps = steps_are_those_of_whole_sequences(run, STEPS)
+    weights = [([weigh(row.question, 0) for row in rows], numbers) for rows, numbers in steps]
+    assert [[w[n] for n in numbers] for w, numbers in weights] != [w[: len(numbers)] for w, numbers in weights]
+    assert run.feed.metrics["other"] == pytest.approx(sum(weights[-1][0]) / 4 + 1)
 
 
 DIVIDED = WEIGHTED.replace(
