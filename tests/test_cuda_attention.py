@@ -46,6 +46,8 @@ def test_responses_after_one_prefix(heads: int, kv_heads: int, d: int) -> None:
     lengths = Lengths.of(LENGTHS, torch.device("cuda"))
     q, k, v, prefix_k, prefix_v = given
     out = packed_after_prefix(q, k, v, lengths, prefix_k, prefix_v, d**-0.5)
+    with torch.no_grad():
+        assert torch.equal(packed_after_prefix(q, k, v, lengths, prefix_k, prefix_v, d**-0.5), out)
     q, k, v, prefix_k, prefix_v = exact
     wanted = written_out(q, k, v, LENGTHS, (prefix_k, prefix_v), causal=True)
     weight = torch.randn_like(wanted)

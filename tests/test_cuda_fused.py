@@ -32,6 +32,8 @@ def test_heads_are_turned_as_torch_turns_them(heads: int, d: int) -> None:
     angles, upstream = drawn(37, d // 2), drawn(37, heads, d)
     ours, theirs = (f(fused[:, 2 : 2 + heads], angles.cos(), angles.sin()) for f in (rotate, turned))
     torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
+    with torch.no_grad():
+        assert torch.equal(rotate(fused[:, 2 : 2 + heads], angles.cos(), angles.sin()), ours)
     found, wanted = (torch.autograd.grad(y, fused, upstream)[0] for y in (ours, theirs))
     torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
 
@@ -44,6 +46,8 @@ def test_a_gate_is_torchs_and_so_is_its_backward(width: int) -> None:
     gate, up = both.chunk(2, dim=-1)
     ours, theirs, upstream = swiglu(both), silu(gate) * up, drawn(19, 1, width)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(swiglu(both), ours)
     found, wanted = (torch.autograd.grad(y, both, upstream)[0] for y in (ours, theirs))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 

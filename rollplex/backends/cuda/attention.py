@@ -62,7 +62,9 @@ def packed_after_prefix(
     scale: float,
 ) -> Tensor:
     """Each sequence sees one prefix [kv_heads, p, d], and itself up to its own position."""
-    return _AfterPrefix.apply(query, key, value, prefix_key, prefix_value, lengths, scale)
+    if torch.is_grad_enabled():
+        return _AfterPrefix.apply(query, key, value, prefix_key, prefix_value, lengths, scale)
+    return _after_prefix(query.contiguous(), key, value, prefix_key, prefix_value, lengths, scale)[0]
 
 
 class _AfterPrefix(torch.autograd.Function):
@@ -78,9 +80,7 @@ class _AfterPrefix(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         q = q.contiguous()
-        out, lse, *rng = _attend(q, k, v, lengths, lengths, scale, True)
-        shared = one_sequence.attend(q, prefix_k, prefix_v, scale, slot=True)
-        out, lse = _merge(out, lse, shared)
+        out, lse, *rng = _after_prefix(q, k, v, prefix_k, prefix_v, lengths, scale)
         ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse, lengths.bounds, *rng)
         ctx.longest, ctx.scale = lengths.longest, scale
         return out
@@ -95,6 +95,14 @@ class _AfterPrefix(torch.autograd.Function):
             grad, q, prefix_k, prefix_v, Attended(out, lse), scale, slot=True
         )
         return dq + dq_a, dk, dv, dk_a, dv_a, None, None
+
+
+def _after_prefix(
+    q: Tensor, k: Tensor, v: Tensor, prefix_k: Tensor, prefix_v: Tensor, lengths: Lengths, scale: float
+) -> tuple[Tensor, ...]:
+    """Both parts merged, and what the backward wants of the kernel."""
+    out, lse, *rng = _attend(q, k, v, lengths, lengths, scale, True)
+    return *_merge(out, lse, one_sequence.attend(q, prefix_k, prefix_v, scale, slot=True)), *rng
 
 
 def _attend(

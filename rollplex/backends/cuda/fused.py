@@ -1,7 +1,7 @@
 """What lies between a layer's GEMMs and its attention, in one kernel each: rotary embeddings, merging, SwiGLU.
 
 torch's own operators write and read a layer's widest tensors again for every product and sum. Triton comes with torch's
-CUDA builds. Arithmetic is float32, rounded once.
+CUDA builds. Arithmetic is float32, rounded once. Where there is no backward, nothing is called that would have one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ WIDTH = 1024
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads [t, heads, d] turned by angles whose cosines and sines are [t, d / 2] float32; both halves alike."""
-    return _Rotate.apply(x, cos, sin)
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _turned(x, cos, sin, 1.0)
 
 
 def swiglu(both: Tensor) -> Tensor:
     """[.., gate | up] -> silu(gate) * up; keeps what it was given for the backward."""
-    return _SwiGLU.apply(both)
+    return _SwiGLU.apply(both) if torch.is_grad_enabled() else _product(both.contiguous())
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,10 +70,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor) -> Tensor:
         both = both.contiguous()
         ctx.save_for_backward(both)
-        width = both.shape[-1] // 2
-        out = both.new_empty(*both.shape[:-1], width)
-        _launch(_gated, _rows(out), both, out, width, BLOCK=WIDTH)
-        return out
+        return _product(both)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
@@ -81,6 +78,14 @@ class _SwiGLU(torch.autograd.Function):
         found = torch.empty_like(both)
         _launch(_gated_backward, _rows(grad), both, grad, found, grad.shape[-1], BLOCK=WIDTH)
         return found
+
+
+def _product(both: Tensor) -> Tensor:
+    """Of contiguous rows."""
+    width = both.shape[-1] // 2
+    out = both.new_empty(*both.shape[:-1], width)
+    _launch(_gated, _rows(out), both, out, width, BLOCK=WIDTH)
+    return out
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:

@@ -9,6 +9,7 @@ Queries lie packed [t, heads, d]; keys too, or in a slot [kv_heads, room, d]. A 
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +43,7 @@ class Graph:
     """One of cuDNN's graphs, and its tensors by name: sizes are those of the room, lengths are data."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        import cudnn
-
+        cudnn = _cudnn()
         self._device, self._handle, self._types = device, handle(device), cudnn.data_type
         self._io = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[layout.dtype]
         single = cudnn.data_type.FLOAT
@@ -87,12 +87,11 @@ class Graph:
             self.tensors[name] = tensor
         if self._layout.slot:
             del self.tensors["at_k"]
-        import cudnn
-
+        modes = _cudnn().heur_mode
         with torch.cuda.device(self._device):
             self.graph.validate()
             self.graph.build_operation_graph()
-            self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            self.graph.create_execution_plans([modes.A, modes.FALLBACK])
             self.graph.check_support()
             self.graph.build_plans()
         self._workspace = self.graph.get_workspace_size()
@@ -100,12 +99,9 @@ class Graph:
 
     def run(self, queries: int, keys: int, given: dict[str, Tensor]) -> None:
         """On the current stream, for so many tokens."""
-        import cudnn
-
-        lengths = _lengths(queries, keys, self._layout, self._device)
+        values = given | _lengths(queries, keys, self._layout, self._device)
         workspace = torch.empty(max(self._workspace, 1), dtype=torch.uint8, device=self._device)
-        cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream(self._device).cuda_stream)
-        values = given | lengths
+        _cudnn().set_stream(handle=self._handle, stream=torch.cuda.current_stream(self._device).cuda_stream)
         with torch.cuda.device(self._device):
             self.graph.execute({t: values[n] for n, t in self.tensors.items()}, workspace, handle=self._handle)
 
@@ -168,10 +164,16 @@ def _lengths(queries: int, keys: int, layout: Layout, device: torch.device) -> d
 
 @lru_cache(maxsize=8)
 def handle(device: torch.device) -> Any:
+    """cuDNN's of a GPU; EngineError where its frontend is not installed."""
+    with torch.cuda.device(device):
+        return _cudnn().create_handle()
+
+
+@lru_cache(maxsize=1)
+def _cudnn() -> Any:
+    """The frontend, which is there where a GPU is."""
     try:
-        import cudnn
+        return import_module("cudnn")
     except ImportError as err:
         what, hint = f"cuDNN's graphs cannot be made: {err}", "install rollplex[cuda]: it has nvidia-cudnn-frontend"
-        raise EngineError(what, where=str(device), hint=hint) from None
-    with torch.cuda.device(device):
-        return cudnn.create_handle()
+        raise EngineError(what, where="cudnn", hint=hint) from None

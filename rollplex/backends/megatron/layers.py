@@ -1,4 +1,8 @@
-"""The layer that tower and language model share: Megatron's TransformerLayer of its torch parts, with our attention."""
+"""The layer that tower and language model share: Megatron's TransformerLayer of its torch parts, with our attention.
+
+Megatron    a layer's forward asks for dropout, inference, offloading, cross attention, before and between its parts
+here        the same parts one behind the other: over a short suffix it is Python that the GPU waits for
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rollplex.backends.megatron.linears import Column, plus
 from rollplex.backends.megatron.rotary import turning
 from rollplex.backends.megatron.swiglu import SwiGLU
 
@@ -24,13 +29,47 @@ _Layer: Any = TransformerLayerSubmodules  # Megatron's annotations are narrower 
 _Heads: Any = SelfAttentionSubmodules
 
 
+class Attention(SelfAttention):
+    """Hidden states [s, b, h] -> the projection's output, and its bias."""
+
+    def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | None = None, **_: Any) -> Any:
+        query, key, value = self.heads(hidden)
+        if rotary_pos_emb is not None:
+            query, key = (self._turned(x, rotary_pos_emb) for x in (query, key))
+        project: Any = self.linear_proj
+        return project(self.core_attention(query, key, value, attention_mask))
+
+    def _turned(self, heads: Tensor, angles: Tensor) -> Tensor:
+        return apply_rotary_pos_emb(heads, angles, self.config, cp_group=self.pg_collection.cp)
+
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, heads, d], keys and values [s, b, KV heads, d]: the fused rows go KV head by KV head."""
+        project: Any = self.linear_qkv
+        groups, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        mixed, _ = project(hidden)
+        mixed = mixed.unflatten(-1, (groups, -1))
+        query, key, value = mixed.split((mixed.shape[-1] - 2 * d, d, d), dim=-1)
+        return query.reshape(*query.shape[:2], -1, d), key, value
+
+
+class Layer(TransformerLayer):
+    """Hidden states [s, b, h] -> [s, b, h]."""
+
+    def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | None = None) -> Tensor:
+        attention: Any = self.self_attention
+        mlp: Any = self.mlp
+        hidden = hidden + plus(*attention(self.input_layernorm(hidden), attention_mask, rotary_pos_emb))
+        both = plus(*mlp.linear_fc1(self.pre_mlp_layernorm(hidden)))
+        return hidden + plus(*mlp.linear_fc2(mlp.activation_func(both)))
+
+
 def layer_spec(
     attention: type, core: type, proj: type, fc1: type, fc2: type, norm: Any = WrappedTorchNorm
 ) -> ModuleSpec:
     """A layer of these modules; QKV is always one column-parallel linear."""
-    heads = _Heads(linear_qkv=ColumnParallelLinear, core_attention=core, linear_proj=proj)
+    heads = _Heads(linear_qkv=Column, core_attention=core, linear_proj=proj)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=Layer,
         submodules=_Layer(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -52,8 +91,5 @@ def run_layers(layers: Iterable[Any], hidden: Tensor, masks: Sequence[Any], rota
     seen, angles = turning(masks, rotary)
     for layer, mask in zip(layers, seen, strict=True):
         call = partial(layer, attention_mask=mask, rotary_pos_emb=angles)
-        if recompute:
-            hidden, _ = checkpoint(call, hidden, use_reentrant=False, preserve_rng_state=False)
-        else:
-            hidden, _ = call(hidden)
+        hidden = checkpoint(call, hidden, use_reentrant=False, preserve_rng_state=False) if recompute else call(hidden)
     return hidden

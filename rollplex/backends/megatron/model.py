@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -20,8 +18,8 @@ from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.megatron import sequence
 from rollplex.backends.megatron.attention import SharedPrefixAttention
 from rollplex.backends.megatron.groups import Alone, Group, groups_of, start_alone
-from rollplex.backends.megatron.layers import layer_spec, run_layers
-from rollplex.backends.megatron.linears import SplitGateUp, TransposedRowParallel
+from rollplex.backends.megatron.layers import Attention, layer_spec, run_layers
+from rollplex.backends.megatron.linears import Column, Row, SplitGateUp, TransposedRow
 from rollplex.backends.megatron.names import Stored
 from rollplex.backends.megatron.settings import language_settings, parse
 from rollplex.backends.megatron.tower import Tower
@@ -137,10 +135,10 @@ def _cut(spec: ModelSpec, tp: int) -> int:
 
 
 def _language(parsed: Any, padded_vocab: int, dtype: torch.dtype, group: Group, stored: Stored, stretches: bool) -> Any:
-    proj, fc2 = (TransposedRowParallel if k in stored.transposed else RowParallelLinear for k in ("o", "down"))
-    fc1 = SplitGateUp if stored.split_gate_up else ColumnParallelLinear
+    proj, fc2 = (TransposedRow if k in stored.transposed else Row for k in ("o", "down"))
+    fc1 = SplitGateUp if stored.split_gate_up else Column
     norm: Any = sequence.norm(group) if stretches else WrappedTorchNorm
-    spec = layer_spec(SelfAttention, SharedPrefixAttention, proj, fc1, fc2, norm)
+    spec = layer_spec(Attention, SharedPrefixAttention, proj, fc1, fc2, norm)
     text = parsed.text_config
     block: Any = TransformerBlockSubmodules([spec] * text.num_hidden_layers, norm)
     made = GPTModel(

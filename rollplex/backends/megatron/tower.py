@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
@@ -20,20 +18,20 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPat
 from rollplex.backends.hf.windows import window_attention
 from rollplex.backends.megatron.grid import Grid
 from rollplex.backends.megatron.groups import Alone, groups_of
-from rollplex.backends.megatron.layers import layer_spec, run_layers
-from rollplex.backends.megatron.linears import SplitGateUp
+from rollplex.backends.megatron.layers import Attention, layer_spec, run_layers
+from rollplex.backends.megatron.linears import Column, Row, SplitGateUp
 from rollplex.backends.megatron.rotary import turned
 from rollplex.backends.megatron.settings import projector_settings, vision_settings
 
 
-class TowerAttention(SelfAttention):
+class TowerAttention(Attention):
     """Self attention whose fused rows are [Q; K; V], each all heads."""
 
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         project: Any = self.linear_qkv
-        mixed, _bias = project(hidden_states)
-        heads = mixed.unflatten(-1, (3, self.num_attention_heads_per_partition, -1))
-        return heads.unbind(2)
+        mixed, _ = project(hidden)
+        query, key, value = mixed.unflatten(-1, (3, self.num_attention_heads_per_partition, -1)).unbind(2)
+        return query, key, value
 
 
 class WindowAttention(nn.Module):
@@ -58,7 +56,7 @@ class Tower(nn.Module):
         vision = parsed.vision_config
         alone: Any = Alone()
         settings = vision_settings(parsed, dtype)
-        spec = layer_spec(TowerAttention, WindowAttention, RowParallelLinear, SplitGateUp, RowParallelLinear)
+        spec = layer_spec(TowerAttention, WindowAttention, Row, SplitGateUp, Row)
         self.vision = vision
         self.patch_embed = Qwen2_5_VisionPatchEmbed(
             vision.patch_size, vision.temporal_patch_size, vision.in_channels, vision.hidden_size
@@ -69,7 +67,7 @@ class Tower(nn.Module):
         )
         self.ln_q = nn.RMSNorm(vision.hidden_size, eps=settings.layernorm_epsilon)
         width = vision.hidden_size * vision.spatial_merge_size**2
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        linears = MLPSubmodules(linear_fc1=Column, linear_fc2=Row)
         self.projector = MultimodalProjector(projector_settings(parsed, dtype), linears, "mlp", width, alone)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor, recompute: bool = False) -> Tensor:
