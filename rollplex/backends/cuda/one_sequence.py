@@ -34,7 +34,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """A sequence sees itself: query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads, d], with a backward."""
     if torch.is_grad_enabled():
         return _Causal.apply(query, key, value, scale)
-    return attend(*(x.contiguous() for x in (query, key, value)), scale, slot=False).out
+    return attend(query.contiguous(), key.contiguous(), value.contiguous(), scale, slot=False).out
 
 
 class _Causal(torch.autograd.Function):

@@ -25,52 +25,51 @@ from rollplex.backends.megatron.linears import Column, plus
 from rollplex.backends.megatron.rotary import turning
 from rollplex.backends.megatron.swiglu import SwiGLU
 
-_Layer: Any = TransformerLayerSubmodules  # Megatron's annotations are narrower than what it takes
-_Heads: Any = SelfAttentionSubmodules
+_Layer: Any = TransformerLayer  # Megatron's annotations are narrower than what it takes
+_LayerParts: Any = TransformerLayerSubmodules
+_Attention: Any = SelfAttention
+_AttentionParts: Any = SelfAttentionSubmodules
 
 
-class Attention(SelfAttention):
+class Attention(_Attention):
     """Hidden states [s, b, h] -> the projection's output, and its bias."""
 
     def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | None = None, **_: Any) -> Any:
         query, key, value = self.heads(hidden)
         if rotary_pos_emb is not None:
             query, key = (self._turned(x, rotary_pos_emb) for x in (query, key))
-        project: Any = self.linear_proj
-        return project(self.core_attention(query, key, value, attention_mask))
+        return self.linear_proj(self.core_attention(query, key, value, attention_mask))
 
     def _turned(self, heads: Tensor, angles: Tensor) -> Tensor:
         return apply_rotary_pos_emb(heads, angles, self.config, cp_group=self.pg_collection.cp)
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, heads, d], keys and values [s, b, KV heads, d]: the fused rows go KV head by KV head."""
-        project: Any = self.linear_qkv
         groups, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        mixed, _ = project(hidden)
+        mixed, _ = self.linear_qkv(hidden)
         mixed = mixed.unflatten(-1, (groups, -1))
         query, key, value = mixed.split((mixed.shape[-1] - 2 * d, d, d), dim=-1)
         return query.reshape(*query.shape[:2], -1, d), key, value
 
 
-class Layer(TransformerLayer):
-    """Hidden states [s, b, h] -> [s, b, h]."""
+class Layer(_Layer):
+    """Hidden states [s, b, h] -> [s, b, h]; what a part has read is let go before the next one begins."""
 
     def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | None = None) -> Tensor:
-        attention: Any = self.self_attention
-        mlp: Any = self.mlp
-        hidden = hidden + plus(*attention(self.input_layernorm(hidden), attention_mask, rotary_pos_emb))
-        both = plus(*mlp.linear_fc1(self.pre_mlp_layernorm(hidden)))
-        return hidden + plus(*mlp.linear_fc2(mlp.activation_func(both)))
+        hidden = hidden + plus(*self.self_attention(self.input_layernorm(hidden), attention_mask, rotary_pos_emb))
+        mlp = self.mlp
+        gated = mlp.activation_func(plus(*mlp.linear_fc1(self.pre_mlp_layernorm(hidden))))
+        return hidden + plus(*mlp.linear_fc2(gated))
 
 
 def layer_spec(
     attention: type, core: type, proj: type, fc1: type, fc2: type, norm: Any = WrappedTorchNorm
 ) -> ModuleSpec:
     """A layer of these modules; QKV is always one column-parallel linear."""
-    heads = _Heads(linear_qkv=Column, core_attention=core, linear_proj=proj)
+    heads = _AttentionParts(linear_qkv=Column, core_attention=core, linear_proj=proj)
     return ModuleSpec(
         module=Layer,
-        submodules=_Layer(
+        submodules=_LayerParts(
             input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=heads

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Output = tuple[Tensor, Tensor | None]
+_Column: Any = ColumnParallelLinear  # Megatron's annotations are wider than what layers hand over
+_Row: Any = RowParallelLinear
 
 
 def plus(out: Tensor, bias: Tensor | None) -> Tensor:
@@ -32,10 +34,10 @@ def plus(out: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
-class Column(ColumnParallelLinear):
+class Column(_Column):
     """Megatron's ColumnParallelLinear; with other ranks it sends what the backward sums while it multiplies."""
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> Output:
+    def forward(self, hidden: Tensor, weight: Any = None, **_: Any) -> Output:
         if self.tp_group.size() > 1 and (self.sequence_parallel or torch.is_grad_enabled()):
             return super().forward(hidden, weight)
         weight = self.weight if weight is None else weight
@@ -44,7 +46,7 @@ class Column(ColumnParallelLinear):
         return F.linear(hidden, weight, self.bias), None
 
 
-class Row(RowParallelLinear):
+class Row(_Row):
     """Megatron's RowParallelLinear: [.., I / tp] of each rank -> [.., O] of all."""
 
     def forward(self, hidden: Tensor) -> Output:

@@ -28,8 +28,7 @@ class TowerAttention(Attention):
     """Self attention whose fused rows are [Q; K; V], each all heads."""
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        project: Any = self.linear_qkv
-        mixed, _ = project(hidden)
+        mixed, _ = self.linear_qkv(hidden)
         query, key, value = mixed.unflatten(-1, (3, self.num_attention_heads_per_partition, -1)).unbind(2)
         return query, key, value
 
