@@ -38,12 +38,15 @@ class Column(_Column):
     """Megatron's ColumnParallelLinear; with other ranks it sends what the backward sums while it multiplies."""
 
     def forward(self, hidden: Tensor, weight: Any = None, **_: Any) -> Output:
-        if self.tp_group.size() > 1 and (self.sequence_parallel or torch.is_grad_enabled()):
+        alone = self.tp_group.size() == 1
+        if not alone and (self.sequence_parallel or torch.is_grad_enabled()):
             return super().forward(hidden, weight)
         weight = self.weight if weight is None else weight
         if self.skip_bias_add:
             return F.linear(hidden, weight), self.bias
-        return F.linear(hidden, weight, self.bias), None
+        if alone:
+            return F.linear(hidden, weight, self.bias), None
+        return plus(F.linear(hidden, weight), self.bias), None  # rounded as Megatron's, which has a backward
 
 
 class Row(_Row):
