@@ -93,7 +93,7 @@ class ThreadLink:
             self.meeting.pages[name] = fds
             self.meeting.changed.notify_all()
 
-    def pages(self, name: str) -> Sequence[int]:
+    def pages(self, name: str, owner: int) -> Sequence[int]:
         self.meeting.until(lambda: name in self.meeting.pages)
         return self.meeting.pages.pop(name)
 
@@ -125,7 +125,7 @@ class InThreads:
         assert isinstance(train, TrainEngine)
         assert isinstance(rollout, RolloutEngine)
         for name, fds in train.export().items():
-            rollout.adopt(name, fds, "start")
+            rollout.adopt(name, 0, fds, "start")
         self.train, self.rollout = train, rollout
         processes = (CONTROLLER, TRAIN, ROLLOUT)
         self.log = MemoryLog()

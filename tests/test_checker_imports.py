@@ -2,6 +2,7 @@
 
 rollout   generate  unmap (imported) | ..                                               wait | map (imported) | signal
 train                                | .. theta-quiet | drop  map  chunk 0 1 2  export | signal                    wait
+q = 2     unmap (imported) | theta-quiet | drop  map  chunk 0 1 2  export | map (imported) | exchange write
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollplex.ir.check.imports import bindings
 from rollplex.ir.check.rules import At
 from rollplex.ir.checker import check_plan
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Drop, Export, Map, Publish, Run, Signal, Unmap, UpdateChunk, Wait
+from rollplex.ir.steps import Drop, Exchange, Export, Map, Publish, Run, Signal, Unmap, UpdateChunk, Wait
 
 SNAPSHOT, END = "actor.snapshot", "P3 publish"
 
@@ -37,8 +38,13 @@ def released() -> Plan:
     chunk = where(plan, "train", UpdateChunk)
     remap = Drop(window="P3 update", object=SNAPSHOT), Map(window="P3 update", object=SNAPSHOT)
     plan = insert(plan, "train", chunk, *remap)
-    handed = Export(window=END, object=SNAPSHOT), Signal(window=END, event="there"), Wait(window=END, event="taken")
-    return insert(plan, "train", where(plan, "train", Publish, SNAPSHOT), *handed)
+    plan = insert(plan, "train", where(plan, "train", Publish, SNAPSHOT), Wait(window=END, event="taken"))
+    peers = Map(window=END, object=SNAPSHOT, imported=True)
+    handed = Export(window=END, object=SNAPSHOT), Signal(window=END, event="there"), peers
+    plan = insert(plan, "train", where(plan, "train", Exchange, SNAPSHOT), *handed)
+    quiet = place(plan, "train", "theta-quiet")
+    at = plan.programs["train"][quiet].window
+    return insert(plan, "train", quiet, Unmap(window=at, object=SNAPSHOT, imported=True))
 
 
 def import_step(plan: Plan, kind: type) -> int:

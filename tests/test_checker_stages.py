@@ -1,6 +1,6 @@
 """The checker on a plan of two pipeline stages with a trained tower: what the first stage alone has goes to the other.
 
-train    .. | P3 update  chunk 0 .. | P3 publish  all_gather snapshot over q, broadcast vision over pp, rebuild, publish
+train    .. | P3 update  chunk 0 .. | P3 publish  write snapshot over q, broadcast vision over pp, rebuild, publish
 """
 
 from __future__ import annotations

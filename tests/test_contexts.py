@@ -24,22 +24,27 @@ def test_nccl_takes_what_was_measured(count: int, mib: int) -> None:
 
 
 def test_a_rank_is_in_the_groups_of_its_degrees() -> None:
-    """One node: TP8 and q2. Four: DP4 too. A second copy of the weights needs no q group. vLLM has its TP4."""
+    """One node: TP8. Four: DP4 too. vLLM has its TP4. Slabs of a rollout shard come from the same node, without NCCL."""
     one, four = load_job(X8), load_job(X32)
-    assert communicators(one, "train", (1, 2)) == ("tp8", "q2")
-    assert communicators(four, "train", (1, 2)) == ("tp8", "dp4", "q2")
+    assert communicators(one, "train", ()) == ("tp8",)
     assert communicators(four, "train", ()) == ("tp8", "dp4")
-    assert communicators(one, "rollout", (1, 2)) == ("tp4",)
+    assert communicators(one, "rollout", ()) == ("tp4",)
+    plan = compile_plan(load_algorithm("examples/grpo.py"), four)
+    assert plan.summary.layout.q == 2
+    assert "NCCL over tp8, dp4" in plan.object("train.context").why
 
 
-def test_experts_are_gathered_in_a_group_of_their_own() -> None:
-    """30B-A3B at TP4 and EP4 under rollout TP2: dense weights of 2 ranks, experts of 2 x 4; two stages double both."""
+def test_nccl_carries_what_comes_from_other_nodes() -> None:
+    """30B-A3B at TP4 and EP4 under rollout TP2: dense weights of 2 neighbours, experts of 2 x 4 ranks on two nodes.
+
+    Two stages double both, and stand on different nodes.
+    """
     moe = ["model.name=Qwen3-VL-30B-A3B", "roles.actor.train.tensor_parallel=4", "roles.actor.train.expert_parallel=4"]
     moe += ["roles.reference.score.tensor_parallel=4", "roles.actor.rollout.tensor_parallel=2"]
     found = [f"roles.actor.train.pipeline_parallel={pp}" for pp in (1, 2)]
     contexts = [compile_plan(load_algorithm("examples/grpo.py"), load_job(X32, [*moe, o])) for o in found]
     whys = [plan.object("train.context").why for plan in contexts]
-    assert "NCCL over tp4, ep4, dp8, q2, q8" in whys[0]
+    assert "NCCL over tp4, ep4, dp8, q8" in whys[0]
     assert "NCCL over tp4, pp2, ep4, dp4, q4, q16" in whys[1]
 
 

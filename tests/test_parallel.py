@@ -129,7 +129,7 @@ def test_the_distributed_optimizer_keeps_a_share_and_gathers_the_rest() -> None:
     assert [(s.group, s.op, s.object) for s in steps] == [
         ("dp", "reduce_scatter", "actor.gradients"),
         ("dp", "all_gather", "actor.snapshot"),
-        ("q", "all_gather", "actor.snapshot"),
+        ("q", "write", "actor.snapshot"),
     ]
     assert steps[1].nbytes == pytest.approx(2 * held * 3 / 4, abs=8)
     assert "actor distributed_optimizer" in plan.not_executable
@@ -234,7 +234,7 @@ def test_a_sound_plan_passes(sharded: Plan) -> None:
     assert not rules_broken(sharded)
 
 
-@pytest.mark.parametrize(("group", "op"), [("dp", "reduce_scatter"), ("dp", "all_gather"), ("q", "all_gather")])
+@pytest.mark.parametrize(("group", "op"), [("dp", "reduce_scatter"), ("dp", "all_gather"), ("q", "write")])
 def test_a_missing_collective_is_found(sharded: Plan, group: str, op: str) -> None:
     """Gradients of one replica, new weights of one share, experts of one rank: each would train on stale weights."""
     assert "missing-exchange" in rules_broken(without(sharded, group, op))
@@ -244,7 +244,7 @@ def test_a_layout_that_forgets_ranks_is_found(sharded: Plan) -> None:
     """A layout in which nothing is received, and no gather: a rank with 16 of 128 experts cannot serve them all."""
     layout = sharded.summary.layout.model_copy(update={"exchange_bytes_per_gpu": 0, "classes": ()})
     summary = sharded.summary.model_copy(update={"layout": layout})
-    plan = without(sharded, "q", "all_gather").model_copy(update={"summary": summary})
+    plan = without(sharded, "q", "write").model_copy(update={"summary": summary})
     assert "missing-exchange" in rules_broken(plan)
 
 

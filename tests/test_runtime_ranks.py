@@ -21,7 +21,7 @@ from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.engine import EngineReport
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job
-from rollplex.ir.placement import rollout_seat, training_seat
+from rollplex.ir.placement import peers, rollout_seat, training_seat
 from rollplex.ir.plan import Plan
 from rollplex.runtime.events import RunEvent, Started, StepEntered
 from rollplex.runtime.gathering import agreed_digests, gathered, merged_metrics
@@ -105,8 +105,8 @@ def test_the_ranks_of_a_gpu_share_a_shard() -> None:
     assert groups_of(found, "train", 8) == {
         "tp": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "dp": [[0, 4], [1, 5], [2, 6], [3, 7]],
-        "q": [[0, 1], [2, 3], [4, 5], [6, 7]],
     }
+    assert [peers(found, rank) for rank in range(4, 8)] == [(5,), (4,), (7,), (6,)]
     assert groups_of(found, "rollout", 8)["tp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 

@@ -189,7 +189,7 @@ class Hand:
     def publish(self) -> list[Step]:
         w, snapshot = self.w["publish"], "actor.snapshot"
         shared = [
-            Exchange(window=w, group="q", op="all_gather", object=snapshot, nbytes=162),
+            Exchange(window=w, group="q", op="write", object=snapshot, nbytes=162),
             Rebuild(window=w, object="actor.case3", reads=(snapshot,)),
         ]
         return [

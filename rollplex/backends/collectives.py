@@ -2,9 +2,11 @@
 
 tp   ranks of one copy of the model, or of one rollout engine          parts of every tensor
 dp   the same part in every copy                                       gradients are reduced, shares sent around
-q    training ranks whose slabs make up one rollout shard              slabs are gathered, in place
 
 pair the training and the rollout process of one GPU                   new weights go into the rollout engine's own copy
+
+Training ranks whose slabs make up one rollout shard write them into each other's pages (training/peers.py): all of them
+are in one group tp, and meet there before and behind that.
 
 tensors of a host                                gloo
 tensors of a GPU, each rank on a GPU of its own  NCCL: queued like a kernel, and the stream of the caller waits for it
@@ -37,8 +39,6 @@ def groups_of(job: Job, kind: str, ranks: int) -> dict[str, list[list[int]]]:
     """The groups of a process kind by name: lists of its ranks, each rank in at most one of a name."""
     seats = [seat(job, kind, rank) for rank in range(ranks)]
     found = {"tp": _grouped(seats, lambda s: (s.copy,)), "dp": _grouped(seats, lambda s: (s.tp,))}
-    if kind == "train" and job.q:
-        found["q"] = _grouped(seats, lambda s: (s.copy, s.tp // job.q))
     return {name: [group for group in groups if len(group) > 1] for name, groups in found.items()}
 
 
@@ -128,11 +128,9 @@ class Groups:
             dist.all_gather(parts, values.contiguous(), group=self._groups[name])
         return torch.cat(parts, dim=-1)
 
-    def fill(self, name: str, slabs: torch.Tensor) -> None:
-        """[ranks, elements]: row i is rank i's of the group and is sent to the others, in place; nothing is copied."""
-        if name in self._groups:
-            with _waiting(f"{name} group {self.members[name]}"):
-                self._groups[name]._allgather_base(slabs.view(-1), slabs[self.place(name)]).wait()
+    def meet(self, name: str) -> None:
+        """Returns when all ranks of the group have come: what each did before on its host is done."""
+        self.all_reduce(name, torch.zeros(1))
 
     def handle(self, name: str) -> dist.ProcessGroup | None:
         """The group as torch has it, for an engine that sends by itself; None for a rank alone."""
@@ -151,7 +149,6 @@ class Groups:
             self.reduce(name, slabs, 0)
             self.broadcast(name, slabs, 0)
             self.all_gather(name, slabs)
-            self.fill(name, slabs)
 
 
 @dataclass

@@ -179,11 +179,22 @@ class Engine(Tasks, Protocol):
         """Pages, as descriptors, of the objects that other processes read; once, after the start."""
         ...
 
-    def adopt(self, name: str, fds: Sequence[int], step: str) -> None:
-        """Bind the pages of an object that another process owns: at the start, and again when it has new ones.
+    def owners(self, name: str) -> tuple[int, ...]:
+        """The training ranks whose pages of an object this process maps: its GPU's where it reads it, else its peers.
+
+        A peer is a rank that it writes slabs to.
+        """
+        ...
+
+    def adopt(self, name: str, owner: int, fds: Sequence[int], step: str) -> None:
+        """Bind the pages that training rank `owner` has of an object: at the start, and again when it has new ones.
 
         `step` is the step's text, for messages.
         """
+        ...
+
+    def let_go(self, name: str, step: str) -> None:
+        """Unmap what was adopted of an object."""
         ...
 
     def ready(self) -> dict[str, Any]:
@@ -195,7 +206,7 @@ class Engine(Tasks, Protocol):
         ...
 
     def exchange(self, step: Exchange) -> None:
-        """A collective of the rank's group."""
+        """What the ranks of a group send each other."""
         ...
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:

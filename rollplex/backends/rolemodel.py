@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rollplex.backends.collectives import Groups
 from rollplex.ir.spec import Part
 
 Prefix = Any  # what `prefix` returns: `kv` is the filled part of its slot, `attached` whether it has a backward
@@ -92,8 +91,8 @@ class RoleModel(Protocol):
         """Give flat memory the initial values of a part, as its object holds them."""
         ...
 
-    def exchange(self, groups: Groups) -> None:
-        """Gather the slabs of the ranks that make up one rollout shard, in place."""
+    def send(self, peer: Tensor) -> None:
+        """Write this rank's slabs of the rollout shard into a peer's flat pages of it; on a GPU that is queued."""
         ...
 
     def rebuild(self, buffer: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Where every tensor of a rollout shard lies: a region of the snapshot that q training ranks fill, or of a buffer.
+"""Where every tensor of a rollout shard lies: a region of the snapshot that q training ranks write, or of a buffer.
 
 snapshot  |embed0 embed1|qkv0 qkv1|bias0 bias1|o0 o1|fc1_0 fc1_1|down0 down1|norm|norm| ..    slab j: training rank j
 case 3    |qkv|bias| ..                                                         rows in the engine's own order
@@ -57,7 +57,7 @@ class Region:
         return self.start + self.numel
 
     def gathered(self, snapshot: Tensor) -> Iterator[Tensor]:
-        """[slabs, elements] for each part: row j is training rank j's, and the group's exchange fills the others."""
+        """[slabs, elements] for each part: row j is training rank j's, and the others are written by theirs."""
         if self.axis is not None:
             yield from snapshot[self.start : self.stop].view(self.parts, self.slabs, -1)
 
@@ -107,6 +107,12 @@ class Shard:
             parts = held.split([b.stop - b.start for b in region.blocks])
             for block, part in zip(region.blocks, parts, strict=True):
                 yield f"{base.rpartition('.')[0]}.{block.part}_proj.{leaf}", part
+
+    def send(self, place: int, own: Tensor, peer: Tensor) -> None:
+        """The slabs of training rank `place` of the group, from its own snapshot into a peer's."""
+        for region in self.regions:
+            for slabs, into in zip(region.gathered(own), region.gathered(peer), strict=True):
+                into[place].copy_(slabs[place])
 
     def rebuild(self, snapshot: Tensor, buffer: Tensor) -> None:
         """Copy and permute what the engine cannot read where it lies; after every slab of the snapshot is there."""

@@ -59,6 +59,14 @@ def seat(job: Job, kind: str, rank: int) -> Seat:
     return (training_seat if kind == "train" else rollout_seat)(job, rank)
 
 
+def peers(job: Job, rank: int) -> tuple[int, ...]:
+    """The other training ranks whose slabs make up a rollout shard with this rank's, from the one behind it on.
+
+    So ranks that write to each other at once begin at different ones.
+    """
+    return tuple(rank - rank % job.q + (rank + i) % job.q for i in range(1, job.q))
+
+
 def cuda_device(job: Job, gpu: int) -> int:
     """The number of a GPU of the node among the CUDA devices that processes see."""
     return job.run.devices[gpu] if job.run.devices else gpu

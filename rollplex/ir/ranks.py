@@ -55,3 +55,8 @@ class Ranks:
             for c in range(ep)
             for t in range(tensors)
         )
+
+    def spans_nodes(self, tensors: int, experts: bool, per_node: int) -> bool:
+        """Whether some GPU has its rollout shard together with GPUs of other nodes."""
+        groups = (self.gathered(gpu, tensors, experts) for gpu in range(self.gpus))
+        return any(len({gpu // per_node for gpu in group}) > 1 for group in groups)

@@ -10,6 +10,7 @@ update_chunk / exchange / rebuild / publish                         phase P3
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,7 +35,10 @@ class _Step(Strict):
 
 
 class Map(_Step):
-    """Attach fresh pages to an object; `imported` binds the pages that the owning process mapped."""
+    """Attach fresh pages to an object; `imported` binds the pages that the owning process mapped.
+
+    In the owner's own program those are its peers': the other ranks of group `q`, which it writes slabs into.
+    """
 
     kind: Literal["map"] = "map"
     object: Name
@@ -42,7 +46,10 @@ class Map(_Step):
 
 
 class Unmap(_Step):
-    """Detach an object's pages at its last use: its contents are gone unless the host holds a valid copy."""
+    """Detach an object's pages at its last use: its contents are gone unless the host holds a valid copy.
+
+    What is `imported` is let go and stays with its owner; in the owner's own program, that of its peers.
+    """
 
     kind: Literal["unmap"] = "unmap"
     object: Name
@@ -155,16 +162,18 @@ class Barrier(_Step):
 
 
 class Exchange(_Step):
-    """A collective over a group of ranks: gradients are reduced over `dp`, slabs of a rollout shard gathered over `q`.
+    """What the ranks of a group send each other: gradients are summed over `dp`, slabs of a rollout shard go over `q`.
 
     Where each replica updates a share, gradients are scattered (`reduce_scatter`) and new weights gathered over `dp`.
     Group `q` is all ranks that own a part of a rollout shard: of each weight class `summary.layout.classes[].group`.
-    The first pipeline stage sends a trained tower to the others (`broadcast` over `pp`).
+    Each of them writes its slabs into the others' pages, which it has imported (`write`): it begins when all have come
+    and is over when all have written. The first pipeline stage sends a trained tower to the others (`broadcast` over
+    `pp`).
     """
 
     kind: Literal["exchange"] = "exchange"
     group: str
-    op: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    op: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "write"]
     object: Name
     nbytes: Whole = Field(description="bytes a GPU receives")
 
@@ -234,6 +243,11 @@ def named(step: Step) -> tuple[str, ...]:
         case _:
             found = touched(step)
     return tuple(dict.fromkeys(found))
+
+
+def written_by_peers(program: Iterable[Step]) -> frozenset[str]:
+    """Objects that the ranks of a program write into each other's pages of."""
+    return frozenset(step.object for step in program if isinstance(step, Exchange) and step.op == "write")
 
 
 def describe(step: Step) -> str:

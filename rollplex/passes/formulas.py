@@ -30,7 +30,7 @@ from rollplex.passes.formulas_work import (
     megatron_whole,
     patches_bytes,
 )
-from rollplex.passes.work import communicators
+from rollplex.passes.work import between_nodes, communicators
 
 MIB = n(2**20, "B")
 
@@ -155,8 +155,8 @@ class Formulas:
     def context(self, process: str) -> Formula:
         """CUDA context, and NCCL's buffers for its groups."""
         job, shared = self.job, bool(self.plan.object(f"{self.job.policy}.snapshot").readers)
-        gathers = dict.fromkeys(c.group for c in self.plan.summary.layout.classes) if shared else ()
-        groups = len(communicators(job, process, tuple(gathers)))
+        gathers = between_nodes(job, self.plan.summary.layout) if shared else ()
+        groups = len(communicators(job, process, gathers))
         stated, nccl = job.cluster.context_gib, job.cluster.nccl_gib
         base = (
             n(CONTEXT_MIB, "MiB CUDA context") * MIB if stated is None else n(gib_to_nbytes(stated), "B CUDA context")

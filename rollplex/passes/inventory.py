@@ -24,7 +24,7 @@ from rollplex.passes.update_sizes import (
     updating_bytes_per_element,
     workspace_name,
 )
-from rollplex.passes.work import shares_tower, trained_parameters, updated_parameters
+from rollplex.passes.work import between_nodes, shares_tower, trained_parameters, updated_parameters
 
 CARRIED = "rollout.carried"
 CARRIED_TOKEN_BYTES = 12
@@ -44,7 +44,7 @@ class Inventory(WeightRows):
     def of(cls, module: Module) -> Inventory:
         """The inventory of a module that knows its schedule and layout."""
         held, layout = module[HeldSizes].chunk_elements, module[Layout].summary
-        gathers = tuple(dict.fromkeys(c.group for c in layout.classes))
+        gathers = between_nodes(module.job, layout)
         return cls(module.job, module[Schedule], layout.case3_buffer_bytes, gathers, held)
 
     # ---- all of it

@@ -30,7 +30,7 @@ class Rows:
     schedule: Schedule
     case3_bytes: int
     gathers: tuple[int, ...] = ()
-    """GPUs of the groups that gather the shared snapshot."""
+    """GPUs of the groups of several nodes that the shared snapshot comes from."""
     held_elements: int | None = None
 
     # ---- switches

@@ -1,7 +1,12 @@
 """The steps around an update that makes a released snapshot again, in both programs that map its pages.
 
-rollout   barrier theta-quiet | unmap (imported) | signal                         wait | map (imported) | signal
-train     barrier theta-quiet                wait | unmap | map_part | chunk | .. | export | signal | wait | publish
+rollout   barrier theta-quiet | unmap (imported) | signal             wait | map (imported) | signal
+train     barrier theta-quiet | wait | unmap | map_part | chunk | .. | export | signal | wait | publish
+with q > 1:
+train     unmap (imported) | barrier theta-quiet | .. | export | signal | map (imported) | write | wait | publish
+
+What a trainer imports are the pages of its peers, whose slabs make up a rollout shard with its own: all ranks have let
+them go when they meet at the barrier, and map new ones as their owners hand them out.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from dataclasses import dataclass
 
 from rollplex.ir.steps import Export, Map, MapPart, Signal, Step, Unmap, UnmapPart, Wait
 from rollplex.passes.chunk_sizes import Chunks
+from rollplex.passes.layout import Layout
 from rollplex.passes.lowering import Context
 from rollplex.passes.releasing import Rewritten, rewritten
 from rollplex.passes.rewriting import names, rewritten_objects
@@ -28,6 +34,11 @@ class ReleasedSnapshot(Context):
     def has_readers(self) -> bool:
         """Whether the rollout engine maps the pages of a released snapshot too."""
         return bool(self.remade and self.module[Lifetimes][self.remade].readers)
+
+    @property
+    def from_peers(self) -> int:
+        """Bytes of the policy's snapshot that other training ranks write into a GPU's pages."""
+        return 0 if self.refreshed else self.module[Layout].summary.exchange_bytes_per_gpu
 
     @property
     def rewritten(self) -> tuple[Rewritten, ...]:
@@ -57,11 +68,23 @@ class ReleasedSnapshot(Context):
             if start < stop:
                 yield UnmapPart(window=window, object=f"{self.policy}.gradients", start=start, stop=stop)
 
+    def peers_let_go(self, window: str) -> Iterator[Step]:
+        """Peers' pages, which they release behind the next barrier."""
+        if self.remade and self.from_peers:
+            yield Unmap(window=window, object=self.remade, imported=True)
+
     def handed_out(self, window: str) -> Iterator[Step]:
-        """New pages to the readers of a snapshot that was released; it is not published before they have them."""
-        if self.remade and self.has_readers:
+        """The new pages of a snapshot that was released, to its readers, and to the peers that write into them."""
+        if self.remade and (self.has_readers or self.from_peers):
             yield Export(window=window, object=self.remade)
+        if self.has_readers:
             yield Signal(window=window, event=NEW_PAGES)
+        if self.remade and self.from_peers:
+            yield Map(window=window, object=self.remade, imported=True)
+
+    def taken(self, window: str) -> Iterator[Step]:
+        """A snapshot that was released is not published before its readers have its new pages."""
+        if self.has_readers:
             yield Wait(window=window, event=TAKEN)
 
     def bound_again(self) -> Iterator[Step]:

@@ -93,6 +93,7 @@ class TrainProgram(ReleasedSnapshot):
             if self.released(name):
                 yield Wait(window=name, event=RELEASED)
         if name == self.last_window["P2"]:
+            yield from self.peers_let_go(name)
             yield Barrier(window=name, name=THETA_QUIET)
             yield from self.let_go(name)
         if name == self.last_window["P3"]:
@@ -288,15 +289,15 @@ class TrainProgram(ReleasedSnapshot):
     def _publish(self, window: Window) -> Iterator[Step]:
         at, snapshot = window.name, f"{window.role}.snapshot"
         layout = self.module[Layout].summary
-        if self.refreshed:
-            yield from self.refresh("train", at)
-        elif (nbytes := layout.exchange_bytes_per_gpu) > 0:
-            yield Exchange(window=at, group="q", op="all_gather", object=snapshot, nbytes=nbytes)
+        yield from self.refresh("train", at)
+        yield from self.handed_out(at)
+        if nbytes := self.from_peers:
+            yield Exchange(window=at, group="q", op="write", object=snapshot, nbytes=nbytes)
         if layout.tower_bytes and not self.second_copy:
             tower = f"{window.role}.vision"
             yield Exchange(window=at, group="pp", op="broadcast", object=tower, nbytes=layout.tower_bytes)
         frozen = lora_of(self.module.job) is not None  # a base whose case-3 tensors were made with it
         if (buffer := self.placed(at, "hbm", f"{window.role}.case3")) and not frozen:
             yield Rebuild(window=at, object=buffer[0], reads=(snapshot,))
-        yield from self.handed_out(at)
+        yield from self.taken(at)
         yield Publish(window=at, object=snapshot)

@@ -6,6 +6,8 @@ from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
 from rollplex.ir.lora import served_bytes, trained_parts, trained_spec
 from rollplex.ir.models import Part
+from rollplex.ir.planned_layout import LayoutSummary
+from rollplex.ir.ranks import Ranks
 from rollplex.ir.shards import Degrees, owned_parameters, rank_parameters
 from rollplex.ir.sizes import gib_to_nbytes
 from rollplex.ir.work import trains_vision
@@ -21,8 +23,8 @@ def one_copy(job: Job) -> bool:
 def communicators(job: Job, process: str, gathers: tuple[int, ...]) -> tuple[str, ...]:
     """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`.
 
-    q gathers a shared snapshot, in groups of the sizes `gathers` (experts in one of their own; none under LoRA, whose
-    base weights never change); refresh spans both pools of a disaggregated job.
+    q carries slabs of a shared snapshot between nodes, in groups of the sizes `gathers` (`between_nodes`): in a node
+    ranks write into each other's pages. Refresh spans both pools of a disaggregated job.
     """
     apart = [("refresh", job.gpus)] if job.disaggregated else []
     if process == "rollout":
@@ -32,6 +34,21 @@ def communicators(job: Job, process: str, gathers: tuple[int, ...]) -> tuple[str
         found += [("dp", job.degrees(role).replicas) for role in job.trained]
         found += [*(("q", size) for size in gathers), *apart]
     return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
+
+
+def between_nodes(job: Job, layout: LayoutSummary) -> tuple[int, ...]:
+    """Sizes of the groups of several nodes that a shared snapshot comes from: experts in one of their own.
+
+    None under LoRA, whose base weights never change.
+    """
+    degrees, per_node = job.degrees(job.policy), job.cluster.gpus_per_node
+    ranks, found = Ranks(degrees, job.gpus), dict[int, None]()
+    for c in layout.classes if job.cluster.nodes > 1 else ():
+        experts = c.name.startswith("expert_")
+        tensors = max(1, c.group // (degrees.pp * (degrees.ep if experts else 1)))
+        if c.group > 1 and ranks.spans_nodes(tensors, experts, per_node):
+            found[c.group] = None
+    return tuple(found)
 
 
 def _model_groups(d: Degrees) -> list[tuple[str, int]]:

@@ -22,8 +22,9 @@ from typing import Any
 from rollplex.backends.engine import EngineReport, Tasks, Values
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job
+from rollplex.ir.placement import peers
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Barrier, Step, Wait, describe
+from rollplex.ir.steps import Barrier, Step, Wait, describe, written_by_peers
 from rollplex.runtime import death
 from rollplex.runtime.barriers import Barriers, Events, barrier_order
 from rollplex.runtime.carrying import keep, take_up
@@ -63,6 +64,13 @@ from rollplex.runtime.state import ProcessState
 EXIT_S = 20.0  # from the end of a healthy process' channel to its exit
 
 
+def peers_of(plan: Plan, job: Job, process: ProcessId, name: str) -> tuple[ProcessId, ...]:
+    """The ranks that write into a process' pages of an object, as it writes into theirs; none of a rollout rank."""
+    if name not in written_by_peers(plan.programs[process.kind]):
+        return ()
+    return tuple(ProcessId(process.kind, rank) for rank in peers(job, process.rank))
+
+
 class Controller:
     """Steps the barriers and events of a run by the messages of its processes; also the controller's own Link."""
 
@@ -86,16 +94,16 @@ class Controller:
 
     # ---- the life of a run
 
-    def start(self, ledgers: Callable[[int], Sequence[int]], meeting: Path) -> None:
+    def start(self, ledgers: Callable[[ProcessId], Sequence[int]], meeting: Path) -> None:
         """Assign every process its program; returns when all engines are ready.
 
-        `ledgers(gpu)` makes fresh descriptors; ranks find each other in the directory `meeting`.
+        `ledgers` makes fresh descriptors for a process; ranks find each other in the directory `meeting`.
         """
         self.progress(Started({process: member.pid for process, member in self.crew.members.items()}))
         plan = self.plan.model_dump(mode="json", by_alias=True)
         for process in self.crew.members:
             self._works(process, START_S)
-            self.crew.post(process, Assign(process, plan, str(meeting)), ledgers(process.rank))
+            self.crew.post(process, Assign(process, plan, str(meeting)), ledgers(process))
         self.pump(lambda: self.facts.keys() == self.crew.members.keys())
         for member in self.crew.members.values():
             member.silence.limit_s = self.job.run.silent_s
@@ -171,7 +179,7 @@ class Controller:
     def hand_out(self, name: str, fds: Sequence[int]) -> None:
         raise AssertionError("the controller has no pages")
 
-    def pages(self, name: str) -> Sequence[int]:
+    def pages(self, name: str, owner: int) -> Sequence[int]:
         raise AssertionError("the controller has no pages")
 
     # ---- messages
@@ -249,9 +257,13 @@ class Controller:
         return passed
 
     def _hand_out(self, owner: ProcessId, name: str, fds: list[int]) -> None:
-        """Pass an object's pages to the processes of its GPU that read it; each gets descriptors of its own."""
-        for kind in self.plan.object(name).readers:
-            self.crew.post(ProcessId(kind, owner.rank), Adopt(name), [os.dup(fd) for fd in fds])
+        """Pass an object's pages to those who read it on its GPU, and write into it from others.
+
+        Each gets descriptors of its own.
+        """
+        readers = (ProcessId(kind, owner.rank) for kind in self.plan.object(name).readers)
+        for process in (*readers, *peers_of(self.plan, self.job, owner, name)):
+            self.crew.post(process, Adopt(name, owner.rank), [os.dup(fd) for fd in fds])
         for fd in fds:
             os.close(fd)
 

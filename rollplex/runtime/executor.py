@@ -70,8 +70,12 @@ def execute(state: ProcessState, step: Step) -> None:
             state.memory.objects.map(name, text)
             state.produced.discard(name)
         case Map(object=name):  # imported pages stay, unless their owner lets them go (paper section 3.2)
-            state.memory.adopt(name, state.link.pages(name), text)
-            state.produced.add(name)
+            for owner in state.memory.owners(name):
+                state.memory.adopt(name, owner, state.link.pages(name, owner), text)
+            state.produced |= state.imported & {name}
+        case Unmap(object=name, imported=True):
+            state.memory.let_go(name, text)
+            state.produced -= state.imported & {name}
         case Unmap(object=name):
             state.memory.objects.unmap(name, text)
             state.produced.discard(name)

@@ -70,11 +70,11 @@ class Link(Protocol):
         ...
 
     def hand_out(self, name: str, fds: Sequence[int]) -> None:
-        """Send an object's pages to the processes that read it; the descriptors are taken over."""
+        """Send an object's pages to the processes that map them; the descriptors are taken over."""
         ...
 
-    def pages(self, name: str) -> Sequence[int]:
-        """Block until the owner of an object has handed out its pages; their descriptors, for the caller to close."""
+    def pages(self, name: str, owner: int) -> Sequence[int]:
+        """Block until training rank `owner` has handed out its pages of an object; for the caller to close."""
         ...
 
 
@@ -87,7 +87,7 @@ class ChildLink:
         self._silence = Silence(silent_s)
         self._commands: deque[tuple[Message, list[int]]] = deque()
         self._delivered: dict[str, Values] = {}
-        self._pages: dict[str, list[int]] = {}
+        self._pages: dict[tuple[str, int], list[int]] = {}
         self._released: set[str] = set()
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
 
@@ -131,9 +131,9 @@ class ChildLink:
     def hand_out(self, name: str, fds: Sequence[int]) -> None:
         self.send(Exported(name), fds)
 
-    def pages(self, name: str) -> Sequence[int]:
-        self._until(lambda: name in self._pages, f"the pages of {name}")
-        return self._pages.pop(name)
+    def pages(self, name: str, owner: int) -> Sequence[int]:
+        self._until(lambda: (name, owner) in self._pages, f"the pages of {name} of rank {owner}")
+        return self._pages.pop((name, owner))
 
     def _until(self, ready: Callable[[], bool], what: str) -> None:
         with self._changed:
@@ -161,8 +161,8 @@ class ChildLink:
                     self._delivered[event] = values
                 case Release(barrier):
                     self._released.add(barrier)
-                case Adopt(name):
-                    self._pages[name] = fds
+                case Adopt(name, owner):
+                    self._pages[name, owner] = fds
                 case _:
                     self._commands.append((message, fds))
             self._changed.notify_all()

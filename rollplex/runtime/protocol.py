@@ -48,7 +48,7 @@ CONTROLLER = ProcessId("controller", 0)
 class Assign:
     """Who the process is, what it runs, and the directory in which ranks find each other.
 
-    The descriptors are those of the shared ledgers, device then host.
+    The descriptors are those of the shared ledgers, device then host, then of the devices of its peers.
     """
 
     process: ProcessId
@@ -65,9 +65,10 @@ class Exported:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Pages of another process for an object that this one reads (descriptors follow the message)."""
+    """Pages that training rank `owner` has of an object which this process maps (descriptors follow the message)."""
 
     object: str
+    owner: int
 
 
 @dataclass(frozen=True)

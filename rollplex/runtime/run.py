@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +30,7 @@ from rollplex.ir.placement import training_seat
 from rollplex.ir.plan import Plan
 from rollplex.runtime import checkpoint
 from rollplex.runtime.background import BackgroundTasks
-from rollplex.runtime.controller import Controller
+from rollplex.runtime.controller import Controller, peers_of
 from rollplex.runtime.crew import Crew
 from rollplex.runtime.events import (
     CheckpointWritten,
@@ -181,7 +182,7 @@ class _Run:
             ledgers = [self._ledgers(gpu) for gpu in range(self.job.gpus)]
             for ledger in chain.from_iterable(ledgers):
                 stack.enter_context(closing(ledger))
-            controller.start(lambda gpu: [ledger.export() for ledger in ledgers[gpu]], Path(meeting))
+            controller.start(partial(self._handed, ledgers), Path(meeting))
         if self.begin.folder is not None:
             controller.restore(self.begin.folder)
         if self.begin.folder is not None or self.begin.skipped:
@@ -204,6 +205,11 @@ class _Run:
             Ledger.create(f"device {gpu}", summary.capacity_bytes, self.job.device.page_bytes, process="controller"),
             Ledger.create(HOST, summary.host_capacity_bytes, process="controller"),
         )
+
+    def _handed(self, ledgers: Sequence[tuple[Ledger, Ledger]], process: ProcessId) -> list[int]:
+        """Descriptors for a process: of its GPU's ledgers, and of those of the GPUs whose pages it writes into."""
+        others = peers_of(self.plan, self.job, process, f"{self.job.policy}.snapshot")
+        return [ledger.export() for ledger in (*ledgers[process.rank], *(ledgers[peer.rank][0] for peer in others))]
 
     def _iterate(self, controller: Controller) -> None:
         curves = curves_of(self.job, self.out_dir, self.done)

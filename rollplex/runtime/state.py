@@ -21,7 +21,7 @@ class ProcessState:
     """One process in one iteration; `values` are those that this process produced or received in it.
 
     `lanes` is the work that ran beside its steps, `last_uses` what has no more use at the host behind a step, by its
-    number.
+    number. `imported` are the objects that it reads and another process owns.
     """
 
     process: ProcessId
@@ -31,6 +31,7 @@ class ProcessState:
     engine: Engine | None = None
     updates: Mapping[str, StreamedUpdate] = field(default_factory=dict)
     last_uses: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    imported: frozenset[str] = frozenset()
     iteration: int = -1
     window: str = ""
     values: Values = field(default_factory=dict)
@@ -57,7 +58,9 @@ def engine_state(process: ProcessId, plan: Plan, job: Job, link: Link, engine: E
         role: StreamedUpdate(options, trained, program, job.run.silent_s, link.stage)
         for role, trained in engine.trained().items()
     }
-    return ProcessState(process, program, link, engine, engine, updates, last_uses(plan, process.kind), produced=there)
+    imported = frozenset(o.name for o in plan.summary.objects if process.kind in o.readers)
+    last = last_uses(plan, process.kind)
+    return ProcessState(process, program, link, engine, engine, updates, last, imported, produced=there)
 
 
 def last_uses(plan: Plan, kind: str) -> dict[int, list[str]]:

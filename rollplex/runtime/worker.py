@@ -89,7 +89,7 @@ def be_deterministic(threads: int, seed: int) -> None:
 
 
 def build_engine(plan: Plan, job: Job, assign: Assign, fds: list[int], link: ChildLink) -> Engine:
-    """The backend's engine for this process; `fds` are the ledgers of the device and of the host."""
+    """The backend's engine for this process; `fds` are the ledgers of its device, of the host, and of its peers."""
     process = assign.process
     link.stage(LIFE, f"importing {_name(plan, assign)}")
     backend = import_module(engine_module(_name(plan, assign)))
@@ -103,11 +103,12 @@ def _name(plan: Plan, assign: Assign) -> str:
 
 
 def _share(link: ChildLink, plan: Plan, state: ProcessState) -> None:
-    """Hand out the pages that others read, and take those of others: each object crosses once, in plan order."""
+    """Hand out the pages that others map, and take those of others: each object crosses once, in plan order."""
     for name, pages in state.memory.export().items():
         link.hand_out(name, pages)
-    for o in (o for o in plan.summary.objects if state.process.kind in o.readers):
-        state.memory.adopt(o.name, link.pages(o.name), "start")
+    for o in plan.summary.objects:
+        for owner in state.memory.owners(o.name):
+            state.memory.adopt(o.name, owner, link.pages(o.name, owner), "start")
 
 
 def _obey(link: ChildLink, state: ProcessState, job: Job) -> bool:

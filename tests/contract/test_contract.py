@@ -3,7 +3,8 @@
 gradients      of the first step, against one pass of transformers over whole sequences, in one process
 updates        weights behind two steps, against torch.optim on whole parameters
 schedules      serial = rollplex = streamed, to the bit
-pages          both engines read one physical copy; what rollout sampled has transformers' probabilities under it
+pages          both engines read one physical copy, which ranks of its shard write into; what rollout sampled has
+               transformers' probabilities under it
 bytes          every object in every window is what the plan says, at its place in the pinned pool, and nobody has a
                second copy
 layout         the case that each class of weights is said to be, and no buffer where rows are re-indexed
@@ -18,6 +19,7 @@ from combinations import BOUND, COMBINATIONS, STEPS, Combination, plan_of
 from evidence import book, ended, laid_out, ran
 from vllm_tiny import needs_vllm
 
+from rollplex.ir.placement import peers
 from rollplex.ir.steps import Exchange, Run, UnmapPart
 from rollplex.runtime.protocol import ProcessId
 
@@ -87,6 +89,10 @@ def test_both_engines_of_a_gpu_hold_the_same_pages_and_nothing_is_there_twice(of
             assert pages[ProcessId("train", gpu)] == pages[ProcessId("rollout", gpu)]
             assert {"actor.snapshot", "actor.vision"} <= set(pages[ProcessId("train", gpu)])
         assert len({str(inodes) for inodes in pages.values()}) == of.gpus
+        for gpu in range(of.gpus):
+            wanted = {rank: pages[ProcessId("train", rank)]["actor.snapshot"] for rank in peers(run.job, gpu)}
+            assert run.result.facts[ProcessId("train", gpu)]["peers"] == wanted
+            assert len(wanted) == of.train // of.rollout - 1
         of_rollout = {o.name for o in plan_of(of, schedule).summary.objects if o.process == "rollout"}
         assert of_rollout == {"rollout.kv", "rollout.runtime"}, "no weights of its own"
 
@@ -105,7 +111,7 @@ def test_every_object_in_every_window_has_the_bytes_of_the_plan(of: Combination)
 
 
 def test_ranks_enter_the_collectives_of_the_plan_in_its_order(of: Combination) -> None:
-    """What each combination needs and no more: sums over copies, shares sent back, slabs gathered."""
+    """What each combination needs and no more: sums over copies, shares sent back, slabs written to peers."""
     for schedule in of.schedules:
         run, plan = ran(of, schedule), plan_of(of, schedule)
         planned = [s for s in plan.programs["train"] if isinstance(s, Exchange)]
@@ -113,7 +119,7 @@ def test_ranks_enter_the_collectives_of_the_plan_in_its_order(of: Combination) -
         assert all(steps == planned * STEPS for steps in entered)
         reduce, sent = ("reduce_scatter", {("dp", "all_gather")}) if of.shares else ("all_reduce", set())
         needed = sent | (set() if of.pieces else {("dp", reduce)})
-        needed = (needed if of.copies > 1 else set()) | ({("q", "all_gather")} if of.train > of.rollout else set())
+        needed = (needed if of.copies > 1 else set()) | ({("q", "write")} if of.train > of.rollout else set())
         assert {(s.group, s.op) for s in planned} == needed
         pieces = [p for s in plan.programs["train"] if isinstance(s, Run) for p in s.offloads]
         assert {p.reduce for p in pieces} == ({reduce if of.copies > 1 else ""} if of.pieces else set())

@@ -50,7 +50,7 @@ def base_gathered(plan: Plan) -> Iterator[Plan]:
     for process, i, step in steps(plan, Publish):
         for name in bases(plan):
             if objects(plan)[name].process == process:
-                gather = Exchange(window=step.window, group="q", op="all_gather", object=name, nbytes=1)
+                gather = Exchange(window=step.window, group="q", op="write", object=name, nbytes=1)
                 yield put(plan, process, i, gather, step)
 
 

@@ -8,7 +8,19 @@ from typing import Any
 from mutants.agree import with_job
 from mutants.edit import change, insert, move, mutant, put, steps, summarise, with_object, with_window
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Export, Map, MapPart, Publish, Signal, Unmap, UnmapPart, UpdateChunk, Wait
+from rollplex.ir.steps import (
+    Barrier,
+    Exchange,
+    Export,
+    Map,
+    MapPart,
+    Publish,
+    Signal,
+    Unmap,
+    UnmapPart,
+    UpdateChunk,
+    Wait,
+)
 
 
 def released(plan: Plan) -> Iterator[tuple[str, int, Any]]:
@@ -36,6 +48,49 @@ def reader_that_never_lets_go(plan: Plan) -> Iterator[Plan]:
             if step.imported and step.object == own.object:
                 again = next(j for _, j, s in steps(plan, Map, process=process) if s.object == own.object)
                 yield put(put(plan, process, again), process, i)
+
+
+def of_peers(plan: Plan, kind: type) -> Iterator[tuple[str, int, Any]]:
+    """Where an owner's ranks map each other's pages, or let them go."""
+    owner = {o.name: o.process for o in plan.summary.objects}
+    return ((p, i, s) for p, i, s in steps(plan, kind) if s.imported and owner[s.object] == p)
+
+
+@mutant("imported-pages")
+def peers_pages_kept_past_the_barrier(plan: Plan) -> Iterator[Plan]:
+    """A rank lets them go and unmaps its own, of which another rank, which is slower, has not let go."""
+    for process, i, _ in of_peers(plan, Unmap):
+        yield move(plan, process, i, next(j for _, j, _ in steps(plan, Barrier, process=process) if j > i) + 1)
+
+
+@mutant("imported-pages")
+def peers_pages_never_let_go(plan: Plan) -> Iterator[Plan]:
+    for process, i, _ in of_peers(plan, Unmap):
+        again = next(j for _, j, _ in of_peers(plan, Map))
+        yield put(put(plan, process, again), process, i)
+
+
+@mutant("not-imported")
+def peers_pages_written_before_they_are_mapped(plan: Plan) -> Iterator[Plan]:
+    for process, i, _ in of_peers(plan, Map):
+        write = next(j for _, j, s in steps(plan, Exchange, process=process) if s.op == "write")
+        yield move(plan, process, write, i)
+
+
+@mutant("handed-out")
+def peers_pages_mapped_before_they_are_handed_out(plan: Plan) -> Iterator[Plan]:
+    for process, i, _ in of_peers(plan, Map):
+        yield from (move(plan, process, i, j) for _, j, _ in steps(plan, Export, process=process))
+
+
+@mutant("not-owner")
+def own_pages_imported(plan: Plan) -> Iterator[Plan]:
+    """Of what no peer writes."""
+    written = {s.object for _, _, s in steps(plan, Exchange) if s.op == "write"}
+    for process, i, step in steps(plan, Publish):
+        for o in plan.summary.objects:
+            if o.process == process and o.name not in written:
+                yield insert(plan, process, i, Map(window=step.window, object=o.name, imported=True))
 
 
 @mutant("not-mapped")

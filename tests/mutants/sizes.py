@@ -116,7 +116,7 @@ def tower_sent_by_nobody(plan: Plan) -> Iterator[Plan]:
 def slabs_from_one_rank(plan: Plan) -> Iterator[Plan]:
     """What every rank has a piece of is sent by one of them."""
     for process, i, step in steps(plan, Exchange):
-        if step.op == "all_gather":
+        if step.op in ("all_gather", "write"):
             yield put(plan, process, i, change(step, op="broadcast"))
 
 

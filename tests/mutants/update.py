@@ -165,9 +165,9 @@ def gradients_reduced_after_their_norm(plan: Plan) -> Iterator[Plan]:
 
 
 def gathers(plan: Plan) -> Iterator[tuple[str, int, Exchange]]:
-    """Exchanges that fill shared snapshots."""
+    """Exchanges in which ranks write into each other's shared snapshots."""
     for process, i, step in steps(plan, Exchange):
-        if step.op == "all_gather" and plan.summary.layout.q > 1 and objects(plan)[step.object].readers:
+        if step.op == "write" and plan.summary.layout.q > 1 and objects(plan)[step.object].readers:
             yield process, i, step
 
 
@@ -175,6 +175,13 @@ def gathers(plan: Plan) -> Iterator[tuple[str, int, Exchange]]:
 def pieces_not_gathered(plan: Plan) -> Iterator[Plan]:
     for process, i, _ in gathers(plan):
         yield put(plan, process, i)
+
+
+@mutant("missing-exchange")
+def pieces_gathered(plan: Plan) -> Iterator[Plan]:
+    """By a collective, which nobody runs over q."""
+    for process, i, step in gathers(plan):
+        yield put(plan, process, i, change(step, op="all_gather"))
 
 
 @mutant("missing-exchange")

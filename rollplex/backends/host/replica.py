@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rollplex.backends.collectives import Groups
 from rollplex.backends.data.prompts import Prompt
 from rollplex.backends.hf.model import HostModel, bind, build_model, freeze
 from rollplex.backends.host.prefix import boundary_shape, run_prefix
@@ -108,7 +107,7 @@ class Replica:
     def initialise(self, part: Part, flat: Tensor) -> None:
         fill(views({part: flat}, self.job, self.role), self.job, self.role)
 
-    def exchange(self, groups: Groups) -> None:
+    def send(self, peer: Tensor) -> None:
         raise AssertionError("one rank has the whole model: there is nothing to exchange")
 
     def rebuild(self, buffer: Tensor) -> None:

@@ -17,7 +17,10 @@ from rollplex.ir.plan import Plan
 
 
 def build(plan: Plan, job: Job, kind: str, rank: int, fds: Sequence[int], meeting: Path) -> Engine:
-    """The engine of one process; `fds` are the ledgers of its device and of the host, ranks meet in `meeting`."""
+    """The engine of one process; ranks meet in `meeting`.
+
+    `fds` are the ledgers of its device and of the host, then of the devices of its peers.
+    """
     assert kind == "train", f"megatron is no engine of a {kind} rank"
     here = seat(job, kind, rank)
     groups = Groups.join(job, kind, rank, plan.processes[kind].ranks, meeting)

@@ -113,10 +113,8 @@ class Replica:
         order = self._rank.of(part)
         self._initialise(order, memory.views(flat, order))
 
-    def exchange(self, groups: Groups) -> None:
-        for region in self._shard.regions:
-            for slabs in region.gathered(self._pages):
-                groups.fill("q", slabs)
+    def send(self, peer: Tensor) -> None:
+        self._shard.send(self._seat.tp % self.job.q, self._pages, peer)
 
     def rebuild(self, buffer: Tensor) -> None:
         self._shard.rebuild(self._pages, buffer)

@@ -66,9 +66,9 @@ class PlannedObjects:
         self.measuring = True
         self._reserved: set[str] = set()
         known = [*self.owned.values(), *self.imported.values()]
-        cuts = _cuts(chain.from_iterable(plan.programs.values()))
+        self._cuts = _cuts(chain.from_iterable(plan.programs.values()))
         self._arenas: dict[str, Arena] = {
-            o.name: device.memory.reserve(o.name, o.bytes, cuts.get(o.name, ()))
+            o.name: device.memory.reserve(o.name, o.bytes, self._cuts.get(o.name, ()))
             for o in known
             if not is_temporary(o.name)
         }
@@ -171,6 +171,10 @@ class PlannedObjects:
     def adopt(self, name: str, fds: Sequence[int], owner: str, step: str) -> None:
         """Bind another process' pages, read-only."""
         self._store.adopt(name, fds, owner, step)
+
+    def range_like(self, name: str, owner: str) -> Arena:
+        """Addresses for the pages that another process has of an object of the same name, bytes and cuts."""
+        return self.device.memory.reserve(f"{name} of {owner}", self.owned[name].bytes, self._cuts.get(name, ()))
 
     def has(self, name: str) -> bool:
         """Whether this process knows the object."""

@@ -80,12 +80,18 @@ class RolloutEngine:
     def export(self) -> dict[str, list[int]]:
         return self._objects.export()
 
-    def adopt(self, name: str, fds: Sequence[int], step: str) -> None:
+    def owners(self, name: str) -> tuple[int, ...]:
+        return (self._seat.gpu,) if name in self._objects.imported else ()
+
+    def adopt(self, name: str, owner: int, fds: Sequence[int], step: str) -> None:
         """Behind the pages of the snapshot comes that of its stamp, the first time."""
         if name == f"{self.job.policy}.snapshot" and self._published is None:
             *fds, stamp = fds
             self._published = Subscription(stamp, self._owner, self._objects.shared_digest)
         self._objects.adopt(name, fds, self._owner, step)
+
+    def let_go(self, name: str, step: str) -> None:
+        self._objects.unmap(name, step)
 
     def ready(self) -> dict[str, Any]:
         self._copies.begin()

@@ -32,15 +32,16 @@ from rollplex.backends.training.carrying import CarriedObjects
 from rollplex.backends.training.gradients import FlatGradients
 from rollplex.backends.training.groups import GroupWork
 from rollplex.backends.training.loss import Scores, StepLoss
+from rollplex.backends.training.peers import Peers
 from rollplex.backends.training.placement import DTYPES
 from rollplex.backends.training.refresh import Copies, copies
 from rollplex.backends.training.shares import DP, Shares
 from rollplex.ir.decay import decays
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
-from rollplex.ir.placement import Seat
+from rollplex.ir.placement import Seat, peers
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Exchange, Rebuild, Run, role_of
+from rollplex.ir.steps import Exchange, Rebuild, Run, role_of, written_by_peers
 
 Make = Callable[[str, PlannedObjects], RoleModel]
 
@@ -60,6 +61,7 @@ class TrainEngine:
         make: Make,
         live: Sequence[LiveBatch],
     ) -> None:
+        """`fds` are the ledgers of its device and of the host, then of its peers' devices; all are taken over."""
         self.plan = plan
         self.job = job
         self._seat, self._ranks = seat, groups
@@ -82,6 +84,9 @@ class TrainEngine:
         self._objects.start()
         self._shares = {r: Shares.of(groups, self._replicas[r].trained, job.cuts_optimizer(r)) for r in job.trained}
         self._publication = Publication(self._objects.shared_digest if job.run.verify_weights else None)
+        snapshot = f"{self.role}.snapshot"
+        others = peers(job, seat.gpu) if snapshot in written_by_peers(plan.programs["train"]) else ()
+        self._peers = Peers.of(self._objects, snapshot, others, fds[2:])
         self._beside = Beside(plan.summary.policy, job, live, self._objects.device)
 
     # ---- the life of an engine
@@ -97,15 +102,23 @@ class TrainEngine:
             found[snapshot].append(self._publication.page.export())
         return found
 
-    def adopt(self, name: str, fds: Sequence[int], step: str) -> None:
-        raise AssertionError("a training rank owns what it reads")
+    def owners(self, name: str) -> tuple[int, ...]:
+        """It owns what it reads: the pages that it maps are those that it writes into."""
+        return tuple(self._peers.by_rank) if name == self._peers.name else ()
+
+    def adopt(self, name: str, owner: int, fds: Sequence[int], step: str) -> None:
+        self._peers.by_rank[owner].adopt(fds, step)
+
+    def let_go(self, name: str, step: str) -> None:
+        self._peers.let_go(step)
 
     def ready(self) -> dict[str, Any]:
         """Weights get their first values only now: the rollout engine, which has their pages, starts meanwhile."""
         self._fill()
         self._publication.start()
         self._copies.begin()
-        return {"inodes": self._objects.inodes(), "pool_locked": self._objects.pool.locked}
+        inodes, pool = self._objects.inodes(), self._objects.pool
+        return {"inodes": inodes, "peers": self._peers.inodes(), "pool_locked": pool.locked}
 
     def trained(self) -> dict[str, TrainedState]:
         return {role: self._trained(role) for role in self.job.trained}
@@ -159,6 +172,7 @@ class TrainEngine:
 
     def close(self) -> None:
         self._work.groups.clear()
+        self._peers.close()
         self._objects.close()
         self._publication.page.close()
         self._beside.close()
@@ -189,21 +203,29 @@ class TrainEngine:
         """Gradients of all data-parallel ranks are summed: each has its prompts' part of the step's loss.
 
         Where each rank updates a share, it receives the sums of that, and all receive its new weights. Slabs of a
-        rollout shard are gathered from the ranks that own them; a copy of the rollout engine's own is written over.
+        rollout shard are written into the pages of its other ranks; a copy of the rollout engine's own is written over.
         """
         role = role_of(step.object)
         model, cut = self._replicas[role], self._shares[role]
         match step.group, step.op:
             case "refresh", "all_gather":
                 self._copies.copy(step.object, step.nbytes)
-            case "q", "all_gather":
-                model.exchange(self._ranks)
+            case "q", "write":
+                self._write(model)
             case "dp", "all_reduce" | "reduce_scatter":
                 self._reduce(role, step.op, range(cut.numel))
             case "dp", "all_gather":
                 cut.all_gather(model.weights)
             case _:
                 raise AssertionError(f"nobody plans {step}")
+
+    def _write(self, model: RoleModel) -> None:
+        """When all ranks have written their own slabs, and their stamps say so; the last one's bytes end it for all."""
+        self._ranks.meet("tp")
+        for pages in self._peers.pages(self.dtype):
+            model.send(pages)
+        self._objects.settle()
+        self._ranks.meet("tp")
 
     def scale(self, step: Run, inputs: Mapping[str, Any]) -> float:
         return self._losses[step.role].scale(self._work.of_taken(inputs))

@@ -25,6 +25,7 @@ from rollplex.ir.steps import (
     Unmap,
     UnmapPart,
     UpdateChunk,
+    written_by_peers,
 )
 
 ROLLOUT_COMPLETE, THETA_QUIET, PUBLISHED = BARRIERS
@@ -75,6 +76,14 @@ class Facts:
         for at in self.steps():
             if isinstance(at.step, Run) and at.step.task in tasks:
                 yield at, at.step
+
+    @cached_property
+    def importers(self) -> dict[str, tuple[str, ...]]:
+        """Who maps pages that other processes own: an object's readers, and its owner's ranks each other's."""
+        written = {p: written_by_peers(steps) for p, steps in self.programs.items()}
+        return {
+            o.name: (*o.readers, *((o.process,) if o.name in written[o.process] else ())) for o in self.objects.values()
+        }
 
     @cached_property
     def pools(self) -> dict[str, tuple[str, ...]]:
@@ -293,7 +302,7 @@ def reads(step: Step) -> tuple[str, ...]:
     match step:
         case Run() | UpdateChunk() | Rebuild():
             return step.reads
-        case Exchange(op="all_reduce") | Publish() | Export():
+        case Exchange(op="all_reduce" | "write") | Publish() | Export():
             return (step.object,)
         case _:
             return ()

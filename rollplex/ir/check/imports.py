@@ -3,7 +3,9 @@
     rollout   [ imported for the whole run ........................................ ]    readers, and no step says more
     rollout   generate | unmap actor.snapshot (imported)             map actor.snapshot (imported)    explicit: train
     train                             drop | map | update_chunk ..                                    may remap it
-Before the first iteration every reader binds what it imports, so each iteration begins bound, and ends so.
+    train     unmap (imported) | barrier | unmap | .. | export | map (imported) | exchange write    peers' pages
+Before the first iteration everybody binds what it imports, so each iteration begins bound, and ends so. Ranks that
+write into each other's pages run one program: what one rank has let go of, all have behind their next barrier.
 Source: paper section 3.2 (stable-address staging) and section 3.3 (binding and refresh).
 """
 
@@ -11,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rollplex.ir.check.facts import Facts, imports, moved, reads
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.plan import PlannedObject
+from rollplex.ir.steps import Barrier, Exchange
 
 
 @dataclass(frozen=True)
@@ -60,29 +64,39 @@ def bindings(steps: list[At]) -> tuple[list[Binding], list[Violation]]:
 
 
 def check_imports(facts: Facts, order: Order) -> Iterator[Violation]:
-    """Readers use pages while they have them, owners move them while nobody has."""
+    """Importers use pages while they have them, owners move them while nobody has."""
     moves: dict[str, list[At]] = {}
     for at in facts.steps():
         moves.setdefault(moved(at.step) or "", []).append(at)
     for o in facts.objects.values():
-        if o.readers and o.start != "hbm":
-            what = f"{', '.join(o.readers)} imports {o.name} before the iteration, when it has no pages"
+        importers = facts.importers[o.name]
+        if importers and o.start != "hbm":
+            what = f"{', '.join(importers)} imports {o.name} before the iteration, when it has no pages"
             yield Violation("import-start", what, None, o.name, o.bytes, where=f"{o.process}, {o.name}")
-        for reader in o.readers:
-            own = [at for at in facts.steps(reader) if imports(at.step) == o.name]
+        for importer in importers:
+            own = [at for at in facts.steps(importer) if imports(at.step) == o.name]
             found, wrong = bindings(own)
             yield from wrong
-            yield from _uses(facts, o, reader, found)
-            yield from _moves(order, o, reader, found, moves.get(o.name, []))
+            yield from _uses(facts, o, importer, found)
+            apart = partial(_peers_apart, facts) if importer == o.process else partial(Binding.apart, order=order)
+            for move in moves.get(o.name, []):
+                if not all(apart(b, move=move) for b in found):
+                    who = f"another rank of {importer}" if importer == o.process else importer
+                    yield Violation("imported-pages", f"{who} may have {o.name} mapped", move, o.name, o.bytes)
 
 
-def _uses(facts: Facts, o: PlannedObject, reader: str, found: list[Binding]) -> Iterator[Violation]:
-    for at in facts.steps(reader):
-        if o.name in reads(at.step) and not any(b.holds(at) for b in found):
-            yield Violation("not-imported", f"{reader} has not imported {o.name} here", at, o.name, o.bytes)
+def _uses(facts: Facts, o: PlannedObject, importer: str, found: list[Binding]) -> Iterator[Violation]:
+    for at in facts.steps(importer):
+        peers = isinstance(at.step, Exchange) and at.step.op == "write"
+        used = o.name in reads(at.step) and (peers or importer != o.process)
+        if used and not any(b.holds(at) for b in found):
+            whose = "its peers' pages of " if peers else ""
+            yield Violation("not-imported", f"{importer} has not imported {whose}{o.name} here", at, o.name, o.bytes)
 
 
-def _moves(order: Order, o: PlannedObject, reader: str, found: list[Binding], moves: list[At]) -> Iterator[Violation]:
-    for move in moves:
-        if not all(b.apart(order, move) for b in found):
-            yield Violation("imported-pages", f"{reader} may have {o.name} mapped", move, o.name, o.bytes)
+def _peers_apart(facts: Facts, binding: Binding, move: At) -> bool:
+    """Whether a rank moves its pages before its peers take them, or when all ranks have let go and met since."""
+    if binding.first is not None and move.index < binding.first.index:
+        return True
+    met = (at.index for at in facts.steps(move.process) if isinstance(at.step, Barrier))
+    return binding.last is not None and any(binding.last.index < at < move.index for at in met)

@@ -13,9 +13,12 @@ from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.check.update import LARGEST_PAGE, Update, made, updates
 from rollplex.ir.steps import Exchange, Publish, Rebuild
 
+OF_GROUP = {"broadcast": "pp", "write": "q"}
+"""What is done in one group alone, and nothing else there."""
+
 
 def exchange(u: Update) -> Iterator[Violation]:
-    """The ranks of a rollout shard gather each other's pieces of the shared snapshot, replicas' shares of it first."""
+    """The ranks of a rollout shard write their pieces of it into each other's pages, replicas gather shares before."""
     layout, name = u.facts.plan.summary.layout, u.snapshot
     if name is None:
         return
@@ -28,7 +31,7 @@ def exchange(u: Update) -> Iterator[Violation]:
         return
     found = gathers
     if len(found) != 1:
-        what = f"{name} is gathered {len(found)} times after the last chunk"
+        what = f"{name} is exchanged {len(found)} times after the last chunk"
         yield Violation("missing-exchange", what, u.chunks[-1][0], name, layout.exchange_bytes_per_gpu)
     for at in found:
         yield from _of_layout(at, layout.exchange_bytes_per_gpu)
@@ -166,11 +169,12 @@ def together(u: Update) -> Iterator[Violation]:
 
 
 def gathered(facts: Facts) -> Iterator[Violation]:
-    """Slabs of a shard and shares of replicas come from every rank: only a whole tower comes from one."""
+    """Slabs of a shard are written by every rank, shares of replicas gathered: only a whole tower comes from one."""
     for at in facts.steps():
-        if isinstance(at.step, Exchange) and (at.step.op == "broadcast") != (at.step.group == "pp"):
-            what = f"it is a {at.step.op} over group {at.step.group}; stages are sent a tower, all others gather"
-            yield Violation("missing-exchange", what, at, at.step.object)
+        step = at.step
+        if isinstance(step, Exchange) and any((step.op == op) != (step.group == g) for op, g in OF_GROUP.items()):
+            what = f"it is a {step.op} over group {step.group}; stages are sent a tower, slabs are written over q"
+            yield Violation("missing-exchange", what, at, step.object)
 
 
 def before_quiet(facts: Facts) -> Iterator[Violation]:

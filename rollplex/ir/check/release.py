@@ -2,6 +2,7 @@
 
 rollout   unmap (imported) | signal                                             wait | map (imported) | signal
 train                        wait | unmap | map_part | chunk 0 | map_part | .. | export | signal         wait | publish
+q > 1     unmap (imported) | barrier | wait | unmap | ..                         export | map (imported) | write | ..
 
 Where its bytes are needed is judged by the layers that a chunk writes; bytes inside of a layer lie as an engine likes.
 Source: paper section 3.2, chunked update and stable-address staging.
@@ -79,15 +80,15 @@ def _part(facts: Facts, job: Job, at: At, step: MapPart | UnmapPart, released: b
 
 
 def check_handed_out(facts: Facts, order: Order) -> Iterator[Violation]:
-    """New pages reach each reader before they are published, and nobody maps pages that nobody has handed out."""
+    """New pages reach who imports them before they are published; nobody maps pages that nobody has handed out."""
     for o in facts.objects.values():
         exports = [at for at in facts.steps(o.process) if isinstance(at.step, Export) and at.step.object == o.name]
-        for reader in o.readers:
-            own = (at for at in facts.steps(reader) if imports(at.step) == o.name)
+        for importer in facts.importers[o.name]:
+            own = (at for at in facts.steps(importer) if imports(at.step) == o.name)
             maps = [at for at in own if isinstance(at.step, Map)]
             yield from _matched(facts, order, o, exports, maps)
             yield from _published(facts, order, o, maps)
-        if exports and not o.readers:
+        if exports and not facts.importers[o.name]:
             yield Violation("handed-out", f"nobody imports {o.name}", exports[0], o.name)
 
 

@@ -24,6 +24,7 @@ from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
 from rollplex.ir.lora import served_bytes, trained_parts, trained_spec
 from rollplex.ir.plan import StateClass
+from rollplex.ir.planned_layout import LayoutClass
 from rollplex.ir.shards import owned_parameters, rank_parameters, stage_layers
 from rollplex.ir.sizes import gib_to_nbytes
 from rollplex.ir.spec import Part
@@ -81,8 +82,19 @@ class Sizes:
         for d in map(job.degrees, job.roles):
             yield from (("tp", d.tp), ("pp", d.pp), ("cp", d.cp), ("ep", d.ep))
         yield from (("dp", job.degrees(role).replicas) for role in job.trained)
-        gathers = self.shared and job.policy not in self.adapted
-        yield from (("q", c.group) for c in self.facts.plan.summary.layout.classes if gathers)
+        sent = self.shared and job.policy not in self.adapted and job.cluster.nodes > 1
+        classes = self.facts.plan.summary.layout.classes if sent else ()
+        yield from (("q", c.group) for c in classes if self._from_other_nodes(c))
+
+    def _from_other_nodes(self, c: LayoutClass) -> bool:
+        """Whether GPUs of several nodes have a class together: within a node they write into each other's pages."""
+        d, gpus = self.job.degrees(self.job.policy), self.job.gpus
+        ways = d.ep if c.name.startswith("expert_") else 1
+        width, nodes = max(1, c.group // (d.pp * ways)), dict[tuple[int, int], set[int]]()
+        for gpu in range(gpus):  # stages lie furthest apart, tensor-parallel ranks are neighbours
+            copy, tensor = divmod(gpu % (gpus // d.pp), d.tp)
+            nodes.setdefault((copy // ways, tensor // width), set()).add(gpu // self.job.cluster.gpus_per_node)
+        return c.group > 1 and any(len(of_group) > 1 for of_group in nodes.values())
 
     def rollout_weights(self) -> int:
         """The language model on a rollout rank."""

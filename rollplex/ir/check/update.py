@@ -61,7 +61,7 @@ class Update:
 def made(step: Step) -> str | None:
     """The object that a rebuild or exchange makes anew."""
     match step:
-        case Rebuild(object=name) | Exchange(object=name, op="all_gather" | "broadcast"):
+        case Rebuild(object=name) | Exchange(object=name, op="all_gather" | "broadcast" | "write"):
             return name
         case _:
             return None
