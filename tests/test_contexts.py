@@ -24,7 +24,7 @@ def test_nccl_takes_what_was_measured(count: int, mib: int) -> None:
 
 
 def test_a_rank_is_in_the_groups_of_its_degrees() -> None:
-    """One node: TP8. Four: DP4 too. vLLM has its TP4. Slabs of a rollout shard come from the same node, without NCCL."""
+    """One node: TP8. Four: DP4 too. vLLM has its TP4. Slabs of a rollout shard need none in a node."""
     one, four = load_job(X8), load_job(X32)
     assert communicators(one, "train", ()) == ("tp8",)
     assert communicators(four, "train", ()) == ("tp8", "dp4")

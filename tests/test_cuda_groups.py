@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from two_gpus import two_gpu_job
 from rollplex.backends.collectives import Groups
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs and cuda-python")
-N, MIB, LATE_S = 1000, 1 << 20, 15.0
+N, LATE_S = 1000, 15.0
 ROOT = Path(__file__).parent.parent
 
 
@@ -80,56 +79,6 @@ def sums(rank: int, groups: Groups, meeting: Path) -> dict[str, Any]:
     return found
 
 
-def slabs(rank: int, groups: Groups, meeting: Path) -> dict[str, Any]:
-    """An arena filled in place: the other's half comes, nothing else is allocated, and the next kernel reads it."""
-    from rollplex.backends.cuda.vmm import CudaMemory
-
-    arena = CudaMemory(rank, chunk_bytes=64 * MIB).reserve("snapshot", 160 * MIB)
-    arena.map()
-    halves = arena.view(0, (2, 80 * MIB // 2), torch.bfloat16)
-    halves[rank] = 1.0 + rank
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    groups.fill("q", halves)
-    means = halves.float().mean(dim=1).tolist() if torch.cuda.max_memory_allocated() == before else []
-    torch.cuda.synchronize()
-    arena.close()
-    return {"means": means}
-
-
-def written(rank: int, groups: Groups, meeting: Path) -> dict[str, Any]:
-    """Rank 1 writes into an arena of rank 0, through pages that it has adopted with access for its own GPU."""
-    from rollplex.backends.cuda.vmm import CudaMemory
-
-    arena = CudaMemory(rank, chunk_bytes=64 * MIB).reserve("snapshot", 160 * MIB)
-    if rank == 0:
-        arena.map()
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(meeting / "pages"))
-            listening.listen(1)
-            groups.all_reduce("tp", torch.zeros(1))  # the other may connect
-            with listening.accept()[0] as peer:
-                fds = arena.export()
-                socket.send_fds(peer, [b"pages"], fds)
-                peer.recv(1)
-    else:
-        groups.all_reduce("tp", torch.zeros(1))
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(str(meeting / "pages"))
-            fds = socket.recv_fds(peer, 16, 8)[1]
-            arena.adopt(fds, writable=True)
-            peer.send(b".")
-        arena.view(0, (arena.nbytes,), torch.uint8).fill_(7)
-        torch.cuda.synchronize()
-    groups.all_reduce("tp", torch.zeros(1))
-    seen = int(arena.view(0, (arena.nbytes,), torch.uint8).min())
-    if rank == 1:
-        arena.close()
-    groups.all_reduce("tp", torch.zeros(1))  # who adopted lets go before the owner does
-    arena.close()
-    return {"seen": seen}
-
-
 def parted(rank: int, groups: Groups, meeting: Path) -> dict[str, Any]:
     """Kernels of a partition, and collectives between them, in the order in which they were launched."""
     from rollplex.backends.cuda.partition import Partition
@@ -166,14 +115,6 @@ def test_collectives_of_both_devices(tmp_path: Path) -> None:
     }
     for found in pair("sums", tmp_path):
         assert found == {"cuda": wanted, "cpu": wanted, "float64 on the host": 2.0**-40}
-
-
-def test_slabs_of_an_arena_come_in_place(tmp_path: Path) -> None:
-    assert pair("slabs", tmp_path) == [{"means": [1.0, 2.0]}] * 2
-
-
-def test_a_peers_arena_is_written_from_another_gpu(tmp_path: Path) -> None:
-    assert pair("written", tmp_path) == [{"seen": 7}] * 2
 
 
 def test_collectives_beside_a_partition_keep_their_order(tmp_path: Path) -> None:

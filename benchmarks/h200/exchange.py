@@ -2,10 +2,11 @@
 
 python -m benchmarks.h200.exchange PLAN.json [--out FILE]       PLAN: TP 2 trains, TP 1 rolls out (job_3b_x2.yaml)
 
-    slabs          one call a tensor of the rollout shard, as the trainer's exchange does it
+    slabs          one call a tensor of the rollout shard
     whole          one call: a half each
     NCCL           all-gather into the rank's own VMM arena
-    direct         copies into the peer's arena, whose pages are adopted with access for the writer's own GPU
+    direct         copies into the peer's arena, whose pages are adopted with access for the writer's own GPU: slab by
+                   slab with the trainer's own code
     gather, load   without shared pages: NCCL's all-gather into a buffer, a copy of that into the engine's own weights
 
 Both ranks send and receive at once, as clients of one MPS daemon. GB/s are bytes that a GPU receives.
@@ -25,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.page import measured_with, table
@@ -111,8 +113,8 @@ class Rank:
         ways: dict[str, Callable[[], None]] = {
             "NCCL, slabs": lambda: self._gather(self._slabs(self.own)),
             "NCCL, whole": lambda: self._gather([self._halves(self.own)]),
-            "direct, slabs": lambda: self._write(self._slabs(self.own), self._slabs(self.peer)),
-            "direct, whole": lambda: self._write([self._halves(self.own)], [self._halves(self.peer)]),
+            "direct, slabs": lambda: self.shard.send(self.rank, self._flat(self.own), self._flat(self.peer)),
+            "direct, whole": self._write,
             "gather, load, slabs": self._load,
         }
         right, times = True, {}
@@ -132,22 +134,27 @@ class Rank:
 
     def _gather(self, parts: Any) -> None:
         for slabs in parts:
-            self.groups.fill("q", slabs)
+            self._fill(slabs)
 
-    def _write(self, mine: Any, theirs: Any) -> None:
-        for own, other in zip(mine, theirs, strict=True):
-            other[self.rank].copy_(own[self.rank])
+    def _fill(self, slabs: Tensor) -> None:
+        """[ranks, elements]: each rank's row to the other, in place."""
+        dist.all_gather_into_tensor(slabs.view(-1), slabs[self.rank], group=self.groups.handle("tp"))
+
+    def _write(self) -> None:
+        self._halves(self.peer)[self.rank].copy_(self._halves(self.own)[self.rank])
 
     def _load(self) -> None:
         for slabs, into in zip(self._slabs(self.own), self._slabs(self.engine), strict=True):
             whole = torch.empty_like(slabs)
             whole[self.rank].copy_(slabs[self.rank])
-            self.groups.fill("q", whole)
+            self._fill(whole)
             into.copy_(whole)
 
+    def _flat(self, arena: CudaArena) -> Tensor:
+        return arena.view(0, (arena.nbytes // 2,), torch.bfloat16)
+
     def _slabs(self, arena: CudaArena) -> Iterator[Tensor]:
-        pages = arena.view(0, (arena.nbytes // 2,), torch.bfloat16)
-        return (slabs for region in self.shard.regions for slabs in region.gathered(pages))
+        return (slabs for region in self.shard.regions for slabs in region.gathered(self._flat(arena)))
 
     def _halves(self, arena: CudaArena) -> Tensor:
         """As many bytes as all slabs."""
@@ -169,7 +176,7 @@ class Rank:
     def _together(self) -> None:
         """Both have done what they were asked for."""
         torch.cuda.synchronize()
-        self.groups.all_reduce("q", torch.zeros(1))
+        self.groups.meet("tp")
 
     def _swap(self, meeting: Path) -> None:
         """Each adopts the other's pages, to write into them."""
