@@ -35,9 +35,8 @@ DTYPE, SNAPSHOT = torch.float64, "actor.snapshot"
 
 def shard(tp: int) -> Shard:
     """Of the one rollout rank that `tp` training ranks write together."""
-    plan = megatron_plan(
-        tp, model={"dtype": "float64", "config": {**CONFIG, "num_key_value_heads": 4}}, workload={"prompts": 4}
-    )
+    model = {"dtype": "float64", "config": {**CONFIG, "num_key_value_heads": 4}}
+    plan = megatron_plan(tp, model=model, workload={"prompts": 4})
     job = Job.model_validate(plan.job)
     trainer, roller = (load_facts(plan.processes[kind].engine) for kind in ("train", "rollout"))
     assert job.q == tp

@@ -33,12 +33,13 @@ class LayoutClass(Strict):
     case: Literal[1, 2, 3]
     tensors: Whole
     params: Whole
-    slabs: Whole = Field(description="slabs of one matrix that a training rank owns, each an in-place all-gather")
+    slabs: Whole = Field(description="slabs of one matrix that a training rank owns, each one copy to a peer")
     pieces: Whole = Field(description="matrices in a tensor: the experts of a stack, or one")
     shard_bytes: Whole = Field(description="one rollout rank's shards")
     buffer_bytes: Whole
     group: Whole = Field(
-        default=1, description="GPUs that gather it after an update: q, times pipeline stages, times EP for experts"
+        default=1,
+        description="GPUs that write it to each other: q, times pipeline stages, times EP for experts",
     )
     sends_bytes: Whole = Field(description="most that a GPU sends in its group after an update")
     receives_bytes: Whole = Field(description="of the GPU that receives most of all classes together")

@@ -22,7 +22,8 @@ COMPUTE_EFFICIENCY = 0.45
 BANDWIDTH_EFFICIENCY = 0.75
 """Share of the HBM rate that decode's reads of weights and KV reach."""
 NVLINK_SHARE = 0.4
-"""Share of the two-way NVLink figure that a ring of all GPUs of a node carries one way: half of it, less protocol."""
+"""Share of the two-way NVLink figure that a ring of all GPUs of a node carries one way: half of it, less protocol.
+Slabs that two H200s write into each other's pages have it too: 358 of 900 GB/s (benchmarks/results/two_h200.md)."""
 DECODE_LAYER_OVERHEAD_S = 60e-6
 """Launches and latencies of one layer of one decode step (4.3 ms a step for 36 layers at batch 4 on an H200)."""
 ADAPTER_LAUNCH_S = 5e-6
@@ -38,6 +39,8 @@ INTERFERENCE_SHARE = 0.021
 REMAP_S_PER_GIB = 2.0e-3
 """Pages that go and come back in handles of 256 MiB: create, map, set access, unmap, release take 6.5 ms for 8 GiB, an
 import with its map 0.2 ms a handle, and its end as long again; one H200, benchmarks of the driver alone."""
+PEER_S_PER_GIB = 1.2e-3
+"""Of that an import and its end: what each peer's pages cost again, which a rank writes its slabs into."""
 STEP_BINS = 32
 REFRESH_START_S = 5.6
 REFRESH_SHARE = 0.095
@@ -74,9 +77,12 @@ class Costs:
         """Moving bytes between HBM and the pinned pool, one way."""
         return nbytes / (self.job.device.host_link_gb_s * 1e9)
 
-    def remap_s(self, nbytes: float) -> float:
-        """Letting pages go that another process has imported too, and mapping, exporting and importing new ones."""
-        return nbytes / 2**30 * REMAP_S_PER_GIB
+    def remap_s(self, nbytes: float, peers: int) -> float:
+        """Letting pages go that another process has imported too, and mapping, exporting and importing new ones.
+
+        So does a rank with as many bytes of each of its peers.
+        """
+        return nbytes / 2**30 * (REMAP_S_PER_GIB + peers * PEER_S_PER_GIB)
 
     def exchange_s(self, nbytes: float) -> float:
         """Receiving bytes from GPUs of the same node."""

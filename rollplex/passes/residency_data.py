@@ -115,7 +115,7 @@ def _released(module: Module, data: Data) -> Data:
     every = list(moments(rewritten(job, -(-elements // ALIGN) * ALIGN, *nbytes), nbytes[1]))
     found = (max(every, key=lambda m: m.held(gradients=True)), every[-1])
     units = tuple({n: -(-b // UNIT) for n, b in zip(names, (m.snapshot, m.gradients), strict=True)} for m in found)
-    remap = {window: round(Costs(job).remap_s(nbytes[0]) * 1e6)}
+    remap = {window: round(Costs(job).remap_s(nbytes[0], max(0, job.q - 1)) * 1e6)}
     return replace(data, moments={window: units}, remap_us=remap)
 
 
