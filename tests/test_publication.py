@@ -136,11 +136,14 @@ def kills() -> dict[str, tuple[Plan, type[Step]]]:  # pyright: ignore[reportInva
     return {
         "between two chunks": (host, UpdateChunk),
         "before the barrier": (host, Barrier),
+        "in the exchange": (two, Exchange),
         "between exchange and rebuild": (two, Rebuild),
     }
 
 
-@pytest.mark.parametrize("where", ["between two chunks", "before the barrier", "between exchange and rebuild"])
+@pytest.mark.parametrize(
+    "where", ["between two chunks", "before the barrier", "in the exchange", "between exchange and rebuild"]
+)
 def test_a_trainer_that_is_killed_in_its_update_ends_the_run_before_any_rollout(where: str, tmp_path: Path) -> None:
     """SIGKILL, in real processes: no rollout process enters generate after the first chunk."""
     plan, kind = kills()[where]

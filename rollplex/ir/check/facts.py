@@ -80,9 +80,9 @@ class Facts:
     @cached_property
     def importers(self) -> dict[str, tuple[str, ...]]:
         """Who maps pages that other processes own: an object's readers, and its owner's ranks each other's."""
-        written = {p: written_by_peers(steps) for p, steps in self.programs.items()}
+        peers = {p: {*written_by_peers(steps), *map(imports, steps)} for p, steps in self.programs.items()}
         return {
-            o.name: (*o.readers, *((o.process,) if o.name in written[o.process] else ())) for o in self.objects.values()
+            o.name: (*o.readers, *((o.process,) if o.name in peers[o.process] else ())) for o in self.objects.values()
         }
 
     @cached_property

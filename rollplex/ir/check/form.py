@@ -103,10 +103,13 @@ def _foreign(at: At, name: str, owner: str, readers: tuple[str, ...]) -> Iterato
 
 
 def own_imports(facts: Facts) -> Iterator[Violation]:
-    """An owner does not import from itself, unless its ranks write into each other's pages."""
+    """An owner does not import from itself; its ranks do from each other what q of them write together."""
+    q = facts.plan.summary.layout.q
+    shared = {at.step.object for at in facts.steps() if isinstance(at.step, Publish) and q > 1}
     for at in facts.steps():
         name = imports(at.step)
-        if name in facts.objects and facts.objects[name].process == at.process not in facts.importers[name]:
+        own = name in facts.objects and facts.objects[name].process == at.process
+        if name and own and not (name in shared and facts.objects[name].readers):
             yield Violation("not-owner", f"{name} is its own: nothing to import", at, object=name)
 
 
