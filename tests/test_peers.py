@@ -174,6 +174,13 @@ def released() -> Plan:
     return megatron_plan(2, optimizer={"lr": 1e-2, "snapshot": "release", "chunks": 3})
 
 
+def test_a_release_costs_each_peers_pages_again() -> None:
+    """Seconds: 2 ms a GiB for the pages and their reader, 1.2 for an import by the one peer."""
+    kept = megatron_plan(2, optimizer={"lr": 1e-2, "snapshot": "keep", "chunks": 3})
+    more = released().summary.times.exposed_transfer_s - kept.summary.times.exposed_transfer_s
+    assert more == pytest.approx(kept.object(SNAPSHOT).bytes / 2**30 * 3.2e-3, abs=1.1e-6)
+
+
 @pytest.mark.processes
 def test_an_owner_cannot_release_what_a_peer_has_not_let_go(tmp_path: Path) -> None:
     """A plan that forgets the peers' import, which the checker refuses, ends where the ledger counts the pages."""

@@ -20,7 +20,7 @@ from runtime_tiny import luck, tight_plan, tiny_plan
 from rollplex.backends.publication import Publication, Stamp, Subscription
 from rollplex.ir.errors import EngineError
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import Barrier, Publish, Rebuild, Run, Step, UpdateChunk
+from rollplex.ir.steps import Barrier, Exchange, Publish, Rebuild, Run, Step, UpdateChunk
 from rollplex.runtime.events import RunEvent, Started, StepEntered
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import run_plan
