@@ -13,16 +13,25 @@ from bisect import bisect_left
 from importlib import import_module
 from typing import Any
 
+from rollplex.backends.cuda.machine import cards
+from rollplex.ir.errors import RunError
+
 POLL_S = 0.01
 
 
 class Driver:
-    """Samples of one GPU; times are CLOCK_MONOTONIC nanoseconds, those of a run's trace."""
+    """Samples of a GPU by its CUDA number; times are CLOCK_MONOTONIC nanoseconds, those of a run's trace.
+
+    RunError where there is no such GPU, or nobody to ask.
+    """
 
     def __init__(self, gpu: int = 0) -> None:
-        self._nvml: Any = import_module("pynvml")
-        self._nvml.nvmlInit()
-        self._gpu = self._nvml.nvmlDeviceGetHandleByIndex(gpu)
+        self._nvml = nvml()
+        seen = cards()
+        if gpu >= len(seen):
+            what = f"CUDA device {gpu} is not there: this machine has {len(seen)}"
+            raise RunError(what, where="GPU", hint="set run.devices, CUDA_VISIBLE_DEVICES, or cluster.gpus_per_node")
+        self._gpu = self._nvml.nvmlDeviceGetHandleByIndex(int(seen[gpu].index))
         self.times: list[int] = []
         self.used: list[int] = []
         self.before = self.now()
@@ -54,4 +63,18 @@ class Driver:
                 self.times.append(time.monotonic_ns())
                 self.used.append(self.now())
         except self._nvml.NVMLError as err:  # told when the block is over: a run that nobody watched proves nothing
-            self._failed = err
+            self._failed = RunError(f"NVML did not answer: {err}", where="GPU", hint="run it again")
+
+
+def nvml() -> Any:
+    """NVIDIA's management library, begun; RunError where it is not there."""
+    hint = "run where there is a GPU, with package nvidia-ml-py installed"
+    try:
+        found: Any = import_module("pynvml")
+    except ImportError:
+        raise RunError("package nvidia-ml-py is not installed", where="GPU", hint=hint) from None
+    try:
+        found.nvmlInit()
+    except found.NVMLError as err:
+        raise RunError(f"NVML does not answer: {err}", where="GPU", hint=hint) from None
+    return found

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -17,9 +17,16 @@ def command() -> str:
 
 def measured_with(*packages: str) -> str:
     """Versions and machine, as they are now; the load is that of the last minute."""
-    versions = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
+    versions = ", ".join([f"Python {platform.python_version()}", *map(_versioned, packages)])
     cores = len(os.sched_getaffinity(0))
     return f"{versions}; {platform.system()} {platform.machine()}, {cores} CPUs, load {os.getloadavg()[0]:.1f}"
+
+
+def _versioned(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -1,6 +1,6 @@
 """New weights between two training ranks, each on its GPU: NCCL's all-gather in place, and direct writes to the peer.
 
-python -m benchmarks.h200.exchange PLAN.json [--out FILE]       PLAN: TP 2 trains, TP 1 rolls out (job_3b_x2.yaml)
+python -m benchmarks.h200.exchange PLAN.json [--json FILE]      PLAN: TP 2 trains, TP 1 rolls out (job_3b_x2.yaml)
 
     slabs          one call a tensor of the rollout shard
     whole          one call: a half each
@@ -47,17 +47,17 @@ def main() -> None:
     """Start both ranks and print what they have measured; as a rank, measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, help="write there what each rank has measured")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank is not None:
         print(json.dumps(Rank(asked.plan, asked.rank, asked.meeting).measured()), flush=True)
         return
-    text = "\n".join([measured_with("torch"), "", *page(both(asked.plan))])
-    if asked.out:
-        asked.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    found = both(asked.plan)
+    if asked.json:
+        asked.json.write_text(json.dumps(found), encoding="utf-8")
+    print("\n".join([measured_with("torch"), "", *page(found)]))
 
 
 def both(plan: Path) -> list[dict[str, Any]]:

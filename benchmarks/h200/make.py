@@ -1,6 +1,6 @@
 """Models, videos and texts for runs on one H200: Qwen2.5-VL's architecture, weights drawn from run.seed.
 
-python -m benchmarks.h200.make       writes benchmarks/h200/{small,3b} and benchmarks/h200/data
+python -m benchmarks.h200.make [NAME ..]       writes benchmarks/h200/{small,3b} and benchmarks/h200/data, or some of it
 
     small   0.2 B parameters                                clips    12 videos of 32 frames, 4,096 tokens each
     3b      Qwen2.5-VL-3B's dimensions                      long     12 videos of 46 frames, 5,888 tokens each
@@ -14,11 +14,11 @@ import json
 import math
 import random
 import string
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +26,7 @@ EXAMPLE = HERE.parent.parent / "examples" / "shapes" / "model" / "config.json"
 ROWS, SIDE, SQUARE, TEXT_TOKENS = 12, 448, 60, 6000
 STEP, GROUP, LEAST, MOST = 4, 8, 32, 512
 FRAMES = {"clips": 32, "long": 46}
+MIXED = "_mixed"
 QUESTION = "Which way does the square move?"
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "small": {
@@ -68,16 +69,28 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Everything anew."""
-    for size in SIZES:
-        (HERE / size).mkdir(exist_ok=True)
-        (HERE / size / "config.json").write_text(json.dumps(config(size), indent=1) + "\n", encoding="utf-8")
-    data = HERE / "data"
-    data.mkdir(exist_ok=True)
-    for kind, rows in {**{kind: videos(kind) for kind in FRAMES}, "text": texts()}.items():
-        plain = list(rows)
-        for name, found in ((kind, plain), (f"{kind}_mixed", mixed(plain[:STEP]))):
-            (data / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found), encoding="utf-8")
+    """Everything anew, or what is named."""
+    kinds = [*FRAMES, "text"]
+    sets = [*kinds, *(f"{kind}{MIXED}" for kind in kinds)]
+    for name in sys.argv[1:] or [*SIZES, *sets]:
+        if name not in (*SIZES, *sets):
+            raise SystemExit(f"there is no {name} to make: {', '.join((*SIZES, *sets))}")
+        (model if name in SIZES else data)(name)
+
+
+def model(size: str) -> None:
+    """The directory of a model: its config.json."""
+    (HERE / size).mkdir(exist_ok=True)
+    (HERE / size / "config.json").write_text(json.dumps(config(size), indent=1) + "\n", encoding="utf-8")
+
+
+def data(name: str) -> None:
+    """A data set, with its videos."""
+    kind = name.removesuffix(MIXED)
+    (HERE / "data").mkdir(exist_ok=True)
+    rows = list(texts() if kind == "text" else videos(kind))
+    found = rows if name == kind else mixed(rows[:STEP])
+    (HERE / "data" / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found), encoding="utf-8")
 
 
 def config(size: str) -> dict[str, Any]:
@@ -121,6 +134,8 @@ def videos(kind: str) -> Iterator[dict[str, Any]]:
 
 def write(path: Path, number: int, step: int, frames: int) -> None:
     """One clip."""
+    import av  # texts are made without it
+
     with av.open(str(path), "w") as out:
         stream: Any = out.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"

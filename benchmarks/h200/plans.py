@@ -1,60 +1,102 @@
-"""The plans that table.py runs on H200s, compiled where OR-Tools is.
+"""The plans that table.py runs on H200s, compiled where OR-Tools is; they may be carried to another checkout.
 
 python -m benchmarks.h200.plans DIR [--job job_3b_x2] [--data text_mixed] [--weights /dev/shm/w3b] [KEY=VALUE ..]
+python -m benchmarks.h200.plans DIR --job job_x2                                       DIR/soak.json, of two GPUs
 
 A share is solved where the keys name a calibration. On two GPUs rollout at TP 1 and, matched, at TP 2, for which a
-calibration of TP 1 is none.
+calibration of TP 1 is none. The soak is matched: both engines sum over both GPUs at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.h200 import make
 from rollplex.api import compile_files
+from rollplex.ir.errors import RollplexError
+from rollplex.ir.plan import Plan
 
 HERE = Path(__file__).resolve().parent
-GRPO = HERE.parent.parent / "examples" / "grpo.py"
-SCHEDULES: dict[str, tuple[str, ...]] = {
-    "serial": ("schedule=serial",),
-    "rollplex, MPS default": ("schedule=rollplex",),
-    "rollplex, 60% of the SMs": ("schedule=rollplex", "sharing.kind=fixed", "sharing.share=0.6"),
-    "rollplex, solved share": ("schedule=rollplex", "sharing.kind=solved"),
-    "streamed": ("schedule=streamed",),
+ROOT = HERE.parent.parent
+GRPO = ROOT / "examples" / "grpo.py"
+Keys = dict[str, tuple[str, ...]]
+SCHEDULES: Keys = {
+    "0 serial": ("schedule=serial",),
+    "1 rollplex, MPS default": ("schedule=rollplex",),
+    "2 rollplex, 60% of the SMs": ("schedule=rollplex", "sharing.kind=fixed", "sharing.share=0.6"),
+    "3 rollplex, solved share": ("schedule=rollplex", "sharing.kind=solved"),
+    "4 streamed": ("schedule=streamed",),
 }
 MATCHED = "roles.actor.rollout.tensor_parallel=2"
-JOBS: dict[str, dict[str, tuple[str, ...]]] = {
-    "job_3b": SCHEDULES,
-    "job_3b_x2": {
-        **SCHEDULES,
-        "serial, rollout TP 2": ("schedule=serial", MATCHED),
-        "rollplex, rollout TP 2": ("schedule=rollplex", MATCHED),
-    },
+MATCHING: Keys = {
+    "5 serial, rollout TP 2": ("schedule=serial", MATCHED),
+    "6 rollplex, rollout TP 2": ("schedule=rollplex", MATCHED),
+}
+SOAK = "soak"
+LONG = ("schedule=rollplex", MATCHED, "run.steps=200", "run.step_timeout_s=120", "workload.response_tokens=96")
+
+
+@dataclass(frozen=True)
+class Set:
+    """Plans of a job in the order in which they run; its data set, and where its weights are, "" for drawn ones."""
+
+    plans: Keys
+    data: str = "text_mixed"
+    weights: str = "/dev/shm/w3b"
+
+
+JOBS = {
+    "job_3b": Set(SCHEDULES),
+    "job_3b_x2": Set(SCHEDULES | MATCHING),
+    "job_x2": Set({SOAK: LONG}, data="text", weights=""),
 }
 CALIBRATION = "cluster.calibration="
+PLACE = "@ROOT@"  # stands in a plan for the checkout that it runs in
+
+
+def carried(plan: Plan) -> str:
+    """The plan's text, without the place of this checkout."""
+    return plan.to_json().replace(f"{ROOT}/", f"{PLACE}/")
+
+
+def arrived(text: str) -> str:
+    """That text in this checkout."""
+    return text.replace(f"{PLACE}/", f"{ROOT}/")
 
 
 def main() -> None:
-    """One file a schedule, in the order in which they are to run."""
+    """One file a plan, named in the order in which they are to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--job", choices=JOBS, default="job_3b")
-    parser.add_argument("--data", default="text_mixed")
-    parser.add_argument("--weights", default="/dev/shm/w3b")
+    parser.add_argument("--data", help="a data set of make.py (default: the job's)")
+    parser.add_argument("--weights", help="a directory of weights (default: the job's)")
     parser.add_argument("overrides", nargs="*")
     asked = parser.parse_intermixed_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    data = (f"run.data={HERE / 'data' / asked.data}.jsonl", f"run.weights={asked.weights}")
+    for size in make.SIZES:
+        make.model(size)
+    job = JOBS[asked.job]
+    weights = job.weights if asked.weights is None else asked.weights
+    given = (
+        f"run.data={HERE / 'data' / (asked.data or job.data)}.jsonl",
+        *([f"run.weights={weights}"] * bool(weights)),
+    )
     measured = any(key.startswith(CALIBRATION) for key in asked.overrides)
-    for number, (name, keys) in enumerate(JOBS[asked.job].items()):
+    for name, keys in job.plans.items():
         if "sharing.kind=solved" in keys and not measured:
             print(f"{name}: not without {CALIBRATION}FILE")
             continue
         own = [key for key in asked.overrides if MATCHED not in keys or not key.startswith(CALIBRATION)]
-        plan = compile_files(str(GRPO), HERE / f"{asked.job}.yaml", (*data, *keys, *own)).plan
-        (asked.folder / f"{number} {name}.json").write_text(plan.to_json(), encoding="utf-8")
+        plan = compile_files(str(GRPO), HERE / f"{asked.job}.yaml", (*given, *keys, *own)).plan
+        (asked.folder / f"{name}.json").write_text(carried(plan), encoding="utf-8")
         print(f"{name}: peak {plan.summary.peak_hbm_bytes / 2**30:.1f} GiB, {plan.summary.times.step_s:.2f} s a step")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RollplexError as err:
+        raise SystemExit(str(err)) from None

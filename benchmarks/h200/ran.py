@@ -1,4 +1,4 @@
-"""One run of a plan on a GPU, with what its driver counted meanwhile: the figures of the table, each by its formula.
+"""One run of a plan on GPUs, with what their drivers counted meanwhile: the figures of the page, each by its formula.
 
 T_D, T_P    decode and prefixes of the serial schedule, alone           d_D    what prefixes beside it add to decode
 gained      T_D + T_P - (time in which decode or prefixes ran)          bound  min(T_P - d_D, T_D), paper equation 1
@@ -8,18 +8,13 @@ Steps but the first, which measures workspaces, are repeats: means, least and mo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollplex.backends.memory.planned import is_temporary
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
-
-Slice = tuple[str, int, int]
-Within = Callable[[int, int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -37,18 +32,31 @@ class Repeats:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A plan, its report, windows of the first training rank as its trace has them, and the driver's bytes in each.
+class Gpu:
+    """A CUDA device on which so many training ranks stand: bytes of the run alone, as its driver counts them.
 
-    `before` is what was in use before the run; `seconds` those of the command.
+    `at_start` with all engines ready and no step begun; `driven` the most in each window that the driver was asked in,
+    the first step left out.
+    """
+
+    device: int
+    ranks: int
+    at_start: int
+    driven: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A plan, its report, what was seen of its GPUs, and seconds of new weights from peers, a step each.
+
+    `seconds` are those of the command.
     """
 
     name: str
     plan: Plan
     report: dict[str, Any]
-    slices: tuple[Slice, ...]
-    before: int
-    within: Within
+    gpus: tuple[Gpu, ...]
+    exchanges: tuple[float, ...]
     seconds: float
 
     @property
@@ -93,6 +101,23 @@ class Ran:
         rows = (row for row in self.report["stages"] if row["phase"] == phase)
         yield from (f"{row['process']} {row['stage']} {row['seconds']:.1f}" for row in rows)
 
+    # ---- trainer and rollout engine
+
+    def gaps(self) -> list[float]:
+        """`logprob_gap` of each step, in nats; of that whose number is i, behind i updates."""
+        return [float(row.get("logprob_gap", float("nan"))) for row in self.report["metrics"]]
+
+    # ---- new weights
+
+    def sent(self) -> int:
+        """Bytes that a GPU receives from its peers in a step."""
+        return sum(step.nbytes for step in self.plan.programs["train"] if step.kind == "exchange" and step.group == "q")
+
+    def exchange(self) -> tuple[float, float]:
+        """Seconds of a step's exchange on the slower rank, and GB/s that a GPU receives; 0 where none is timed."""
+        seconds = sum(self.exchanges) / len(self.exchanges) if self.exchanges else 0.0
+        return seconds, self.sent() / seconds / 1e9 if seconds else 0.0
+
     # ---- bytes
 
     def windows_off(self) -> float:
@@ -103,61 +128,43 @@ class Ran:
         """Most bytes of a window, as the engines count them."""
         return max(row["measured"] for row in self.report["memory"])
 
-    def driven(self) -> dict[str, int]:
-        """The driver's most bytes in each window that it was asked in, of the run alone, the first step left out."""
-        found: dict[str, int] = {}
-        first = next((stop for name, _, stop in self.slices if name == self.plan.summary.windows[-1].name), 0)
-        for name, start, stop in self.slices:
-            for used in self.within(start, stop) if start >= first else ():
-                found[name] = max(found.get(name, 0), used - self.before)
-        return found
+    def planned(self, gpu: Gpu) -> dict[str, int]:
+        """Bytes by window of all ranks of a device."""
+        return {window.name: gpu.ranks * window.hbm_bytes for window in self.plan.summary.windows}
 
-    def driven_off(self) -> tuple[float, str]:
-        """The window in which the driver's most bytes differ most from the plan: by how much of it, and its name."""
-        planned = {window.name: window.hbm_bytes for window in self.plan.summary.windows}
-        off = [(n / planned[name] - 1.0, name) for name, n in self.driven().items() if name in planned]
-        return max(off, key=lambda pair: abs(pair[0]), default=(0.0, "no sample"))
+    def driven_off(self, gpu: Gpu) -> list[tuple[float, str]]:
+        """How far the driver's most bytes are from the plan, by window, from the least to the most; 0.02 is 2% over."""
+        planned = self.planned(gpu)
+        return sorted((n / planned[name] - 1.0, name) for name, n in gpu.driven.items() if name in planned)
 
-    def at_start(self) -> tuple[int, int]:
-        """With all engines ready and no step begun: the driver's bytes of the run, and those of planned pages.
-
-        Pages count once whichever processes map them, so a second copy of anything would be in the difference.
-        """
-        first = self.slices[0][1]
-        used = self.within(first - 10**9, first)[-1:]
-        assert used, f"{self.name}: the driver was not asked before the first step"
-        pages = sum(o.bytes for o in self.plan.summary.objects if o.start == "hbm" and not is_temporary(o.name))
-        return used[0] - self.before, pages
+    def pages(self, gpu: Gpu) -> int:
+        """Planned bytes at the start: pages count once whichever processes map them."""
+        there = (o for o in self.plan.summary.objects if o.start == "hbm" and not is_temporary(o.name))
+        return gpu.ranks * sum(o.bytes for o in there)
 
     def actor_bytes(self) -> int:
-        """Of one copy of the actor's language model: a second one could not be smaller."""
+        """Of one copy of the actor's language model on a GPU: a second one could not be smaller."""
         return self.plan.object(f"{self.job.policy}.snapshot").bytes
 
-    def allowed(self) -> int:
+    def allowed(self, gpu: Gpu) -> int:
         """What the plan has for contexts and the rollout engine's buffers, which have no pages of ours."""
         kinds = ("context", "runtime")
-        return sum(o.bytes for o in self.plan.summary.objects if o.name.rpartition(".")[2] in kinds)
+        return gpu.ranks * sum(o.bytes for o in self.plan.summary.objects if o.name.rpartition(".")[2] in kinds)
 
-    def second_copy(self) -> int:
+    def second_copy(self, gpu: Gpu) -> int:
         """Bytes at the start that are neither planned pages nor smaller than one copy of the actor: 0 where none is."""
-        used, pages = self.at_start()
-        rest = used - pages
+        rest = gpu.at_start - self.pages(gpu)
         return rest if rest >= self.actor_bytes() else 0
 
+    # ---- as JSON
 
-def read(folder: Path, name: str, plan: Plan, before: int, within: Within, seconds: float, rank: int = 0) -> Ran:
-    """The run that has left its results in the folder; windows are those of a training rank."""
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    return Ran(name, plan, report, tuple(windows_of(trace, rank)), before, within, seconds)
+    def data(self) -> dict[str, Any]:
+        """All but name and plan."""
+        gpus = [asdict(gpu) for gpu in self.gpus]
+        return {"report": self.report, "gpus": gpus, "exchanges": list(self.exchanges), "seconds": self.seconds}
 
-
-def windows_of(events: list[dict[str, Any]], rank: int = 0) -> Iterator[Slice]:
-    """Name, start and stop in nanoseconds of every window of a training rank, in order."""
-    origin = next(e["args"]["monotonic_ns"] for e in events if e["name"] == "time_0")
-    pid = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == f"train {rank}")
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
-    for e in events:
-        if e["ph"] == "X" and e["pid"] == pid and names[e["tid"]] == "windows":
-            start = origin + int(e["ts"] * 1e3)
-            yield e["name"], start, start + int(e["dur"] * 1e3)
+    @classmethod
+    def of_data(cls, name: str, plan: Plan, data: dict[str, Any]) -> Ran:
+        """What `data` said."""
+        gpus = tuple(Gpu(**gpu) for gpu in data["gpus"])
+        return cls(name, plan, data["report"], gpus, tuple(data["exchanges"]), data["seconds"])

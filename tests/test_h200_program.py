@@ -1,0 +1,324 @@
+"""The program of the H200s' page on engines of a host: parts run, fail, are left for a later command, and hang."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from h200_runs import Counted, two_gpu_plan, write_plans
+from runtime_tiny import tiny_plan
+
+from benchmarks.driver import Driver, nvml
+from benchmarks.h200 import make, parts, setup, table
+from benchmarks.h200.parts import Part
+from benchmarks.h200.plans import HERE, PLACE, ROOT, arrived, carried
+from benchmarks.h200.running import Whereabouts, devices, run, watchdogs
+from benchmarks.h200.state import Done, State
+from rollplex.ir.errors import RunError
+from rollplex.ir.steps import Barrier
+from rollplex.runtime.events import StageBegun, StepEntered
+from rollplex.runtime.protocol import ProcessId
+
+MOST = 1 << 40
+
+
+def asked(folder: Path, tmp_path: Path, *options: str) -> argparse.Namespace:
+    words = [str(folder), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "page.md"), *options]
+    return table.parser().parse_args(words)
+
+
+def on_host(folder: Path, tmp_path: Path, *options: str) -> int:
+    """The program under a driver that counts a byte."""
+    return table.work(asked(folder, tmp_path, *options), Counted, lambda: "a host")
+
+
+def page_of(tmp_path: Path) -> str:
+    return (tmp_path / "page.md").read_text(encoding="utf-8")
+
+
+# ---- a whole page
+
+
+@pytest.mark.processes
+def test_two_gpus_from_plans_to_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two plans and a soak run at TP 2 to 1; what needs a GPU fails as parts of their own, and the page says so.
+
+    A second command runs none of them again; with a gap that nothing can hold it says what does not hold.
+    """
+    plans = {"0_serial": two_gpu_plan("serial"), "1_rollplex,_MPS_default": two_gpu_plan(), "soak": two_gpu_plan()}
+    folder = write_plans(tmp_path / "plans", **plans)
+    assert on_host(folder, tmp_path) == table.WRONG
+    text, lines = page_of(tmp_path), page_of(tmp_path).splitlines()
+    assert capsys.readouterr().out == text
+    assert lines[0] == "a host"
+    rows = [line for line in lines if line.startswith(("| serial | ", "| rollplex, MPS default | "))]
+    assert len(rows) == 2 + 4  # schedules, and memory of two GPUs
+    cells = [cell.strip() for cell in rows[1].split("|")]
+    sent = two_gpu_plan().summary.layout.exchange_bytes_per_gpu
+    assert re.fullmatch(r"[\d.e-]+ \(3\)", cells[15]), "the last gap is behind three updates"
+    assert cells[17] == f"{sent / 1e6:.0f}"
+    assert float(cells[18]) > 0
+    assert [row.split("|")[2].strip() for row in rows[2:]] == ["0", "1", "0", "1"]
+    assert all(row.endswith("| 0 |") for row in rows[2:])
+    assert "Windows of rollplex, MPS default:" in lines
+    assert "4 of 4 steps, training at TP 2, rollout at TP 1 x 2, sharing mps: step" in text
+    failed = [line.partition(" FAILED")[0] for line in lines if " FAILED" in line]
+    assert failed == ["exchange", "optimizer stream"]
+    assert lines[-1].endswith("second copy 0 bytes; 4 steps, no hang; 2 DO NOT HOLD, above")
+
+    began = json.loads((tmp_path / "runs" / "state.json").read_text())
+    assert on_host(folder, tmp_path, "--gap", "0") == table.WRONG
+    assert json.loads((tmp_path / "runs" / "state.json").read_text()) == began
+    assert "step 4 of soak: trainer and rollout engine are 0.0000 nats apart, over 0" in page_of(tmp_path)
+
+
+# ---- parts one after the other
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, **measures: Callable[[], Any]) -> list[str]:
+    """Parts `a`, `b`, .. of kind `publication`, each expected to take 60 s; names of those that are measured."""
+    ran: list[str] = []
+
+    def noted(name: str, measure: Callable[[], Any]) -> Any:
+        ran.append(name)
+        return measure()
+
+    made = [Part(n, "publication", n, 60.0, lambda n=n, m=m: noted(n, m)) for n, m in measures.items()]
+    monkeypatch.setattr(table, "parts_of", lambda *a: iter(made))
+    monkeypatch.setattr(table, "prepare", lambda *a: [])
+    return ran
+
+
+def published() -> dict[str, float]:
+    return {"nbytes": 10, "rebuilt": 1, "in_place": 0.001, "gather": 0.002, "load": 0.003}
+
+
+def broken() -> None:
+    raise RunError("no room", where="GPU")
+
+
+def test_what_a_command_leaves_the_next_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit with room for none, for one by the estimate, for all by what the first took; a part asked for again."""
+    ran = faked(monkeypatch, a=published, b=published)
+    assert on_host(tmp_path, tmp_path, "--limit", "59") == table.LEFT
+    assert ran == []
+    assert "Not run yet: a; b." in page_of(tmp_path)
+    assert on_host(tmp_path, tmp_path, "--limit", "61") == 0  # a takes no time, and b is then expected to
+    assert ran == ["a", "b"]
+    assert "Not run yet" not in page_of(tmp_path)
+    assert on_host(tmp_path, tmp_path, "--again", "b") == 0
+    assert ran == ["a", "b", "b"]
+    with pytest.raises(RunError, match="--again: there is no part `c`\n    try: one of a, b"):
+        on_host(tmp_path, tmp_path, "--again", "c")
+
+
+def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told with its reason, is in the last line and the exit status, and is run again only where asked for."""
+    ran = faked(monkeypatch, a=broken, b=published)
+    assert on_host(tmp_path, tmp_path) == table.WRONG
+    assert "\na FAILED: GPU: no room\n" in page_of(tmp_path)
+    assert page_of(tmp_path).endswith("gather and load 5.0 ms; 1 DO NOT HOLD, above\n")
+    faked(monkeypatch, a=published, b=published)
+    assert on_host(tmp_path, tmp_path) == table.WRONG
+    assert on_host(tmp_path, tmp_path, "--again", "a") == 0
+    assert ran == ["a", "b"]
+
+
+def test_a_part_that_was_cut_off_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command ends in the middle of a part: what was before it stays."""
+
+    def cut() -> None:
+        raise KeyboardInterrupt
+
+    ran = faked(monkeypatch, a=published, b=cut)
+    with pytest.raises(KeyboardInterrupt):
+        on_host(tmp_path, tmp_path)
+    assert "Not run yet: b." in page_of(tmp_path)
+    again = faked(monkeypatch, a=published, b=published)
+    assert on_host(tmp_path, tmp_path) == 0
+    assert (ran, again) == (["a", "b"], ["b"])
+
+
+def test_a_plan_that_was_compiled_anew_is_run_anew() -> None:
+    state = State(parts={"0 serial": Done("plan", "abc", 80.0)})
+    assert state.has("0 serial", "abc")
+    assert not state.has("0 serial", "abd")
+    assert not state.has("1 rollplex", "abc")
+    assert (state.expected("plan", 110.0), state.expected("soak", 330.0)) == (100.0, 330.0)
+
+
+def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    for text in ("[1]", "{", '{"heading": "", "parts": {"a": {"seconds": 1}}}'):
+        file.write_text(text)
+        with pytest.raises(RunError, match=r"it does not hold what an earlier command measured: (?s:.)*--runs"):
+            State.read(file)
+
+
+def test_calibration_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rollplex calibrate` is called with the seconds; its file is on the page, beside that of one GPU."""
+    calls: list[list[str]] = []
+    one = (HERE / "h200_3b.json").read_text(encoding="utf-8")
+
+    def called(command: list[str], log: Path) -> None:
+        calls.append(command)
+        Path(command[command.index("--out") + 1]).write_text(one)
+
+    monkeypatch.setattr(parts, "called", called)
+    monkeypatch.setattr(table, "prepare", lambda *a: [])
+    job = HERE / "job_3b_x2.yaml"
+    assert on_host(tmp_path, tmp_path, "--calibrate", str(job), "--seconds", "130") == 0
+    into = str(tmp_path / "runs" / "calibration.json")
+    assert calls == [["rollplex.cli", "calibrate", str(job), "--out", into, "--seconds", "130"]]
+    assert "| batch | TP 1 to 1: alone, ms | 32 SMs | 64 SMs | 80 SMs | 96 SMs | MPS default | TP 1" in page_of(
+        tmp_path
+    )
+    with pytest.raises(RunError, match=r"--calibrate .*no\.yaml: there is no such job"):
+        on_host(tmp_path, tmp_path, "--calibrate", str(tmp_path / "no.yaml"))
+
+
+# ---- one run
+
+
+@pytest.mark.processes
+def test_a_run_that_hangs_says_where_everyone_waited(tmp_path: Path) -> None:
+    """A reward that never answers: what the runtime says of it, then a line a process with the step that it is in."""
+    host = tmp_path / "slow.py"
+    host.write_text("import time\ndef reward(response):\n    time.sleep(600)\n")
+    options = {
+        "step_timeout_s": 3,
+        "reward_timeout_s": 500,
+        "checkpoint_every": 0,
+        "hosts": {"reward": f"{host}:reward"},
+    }
+    folder = write_plans(tmp_path, soak=tiny_plan(run=options))
+    with pytest.raises(RunError) as caught:
+        run("soak", folder / "soak.json", tmp_path / "out", Counted)
+    lines = str(caught.value).splitlines()
+    assert "python -m benchmarks.h200.running: controller: controller 0 has been at it for 3 s in step `" in lines[0]
+    for process in ("controller 0", "train 0", "rollout 0"):
+        told = [line for line in lines if line.startswith(f"{process}: step `")]
+        assert len(told) == 1
+        assert re.search(r", window P\d .*, step 1 of the run, for \d+\.\d s$", told[0])
+    assert lines[-1] == f"    try: look at {tmp_path / 'out.log'}"
+
+
+def test_what_a_process_began_last_is_where_it_is() -> None:
+    now = 10.0
+    heard, train = Whereabouts(lambda: now), ProcessId("train", 1)
+    heard(StageBegun(train, "taking memory"))
+    now = 12.5
+    assert list(heard.lines()) == ["train 1: taking memory, for 2.5 s"]
+    heard(StageBegun(train, ""))
+    heard(StepEntered(train, 57, Barrier(kind="barrier", window="P1 decode", name="rollout")))
+    now = 72.5
+    told = "train 1: step `barrier rollout`, window P1 decode, step 58 of the run, for 60.0 s"
+    assert list(heard.lines()) == [told]
+
+
+def test_a_watchdog_names_the_collective(tmp_path: Path) -> None:
+    (tmp_path / "train-0.log").write_text("..\n[Rank 0] timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE) ran for 60 s\n")
+    (tmp_path / "rollout-0.log").write_text("fine\n")
+    assert list(watchdogs(tmp_path)) == ["train-0.log: WorkNCCL(SeqNum=9, OpType=ALLREDUCE)"]
+
+
+def test_the_plan_says_which_devices_are_watched() -> None:
+    """`run.devices`: rank 0 on the third CUDA device, rank 1 on the second; or both on one."""
+    assert devices(two_gpu_plan()) == {0: [0], 1: [1]}
+    assert devices(two_gpu_plan(devices=(2, 1))) == {2: [0], 1: [1]}
+    assert devices(two_gpu_plan(devices=(1, 1))) == {1: [0, 1]}
+
+
+def test_multicast_stays_off_in_whatever_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is set where it was not, and what the user has set stays; children inherit it."""
+    for before, after in (("", None), ("0", "0"), ("1", "1")):
+        monkeypatch.setattr(sys, "argv", ["table", "nowhere"])
+        monkeypatch.delenv(table.MULTICAST, raising=False) if not before else monkeypatch.setenv(
+            table.MULTICAST, before
+        )
+        with pytest.raises(SystemExit):
+            table.main()
+        assert table.os.environ[table.MULTICAST] == (after or "0")
+
+
+# ---- what is there before
+
+
+def test_a_plan_travels_to_another_checkout(tmp_path: Path) -> None:
+    """Its text names no place, and finds files of ours where it arrives."""
+    plan = two_gpu_plan()
+    text = carried(plan)
+    assert str(ROOT) + "/benchmarks" not in text
+    assert f"{PLACE}/benchmarks/h200/reward.py:even" in text
+    ready = setup.prepare(write_plans(tmp_path / "plans", **{"0_serial": plan}), tmp_path / "here")
+    assert [each.name for each in ready] == ["0 serial"]
+    assert ready[0].plan == plan
+    assert arrived(text) == plan.to_json()
+
+
+def test_a_directory_without_plans_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="there is no plan in this directory\n    try: python -m benchmarks"):
+        setup.prepare(tmp_path, tmp_path / "here")
+
+
+def test_what_a_plan_reads_is_made_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's config, a data set by its name; weights by a program of their own; another's data set is not ours."""
+    for module in (make, setup):
+        monkeypatch.setattr(module, "HERE", tmp_path)
+    calls: list[list[str]] = []
+    monkeypatch.setattr(setup, "called", lambda command, log: calls.append(list(command)))
+    small = two_gpu_plan().job
+    job = small | {"model": {**small["model"], "name": str(tmp_path / "small")}}
+    job |= {
+        "run": {**small["run"], "data": str(tmp_path / "data" / "text_mixed.jsonl"), "weights": str(tmp_path / "w")}
+    }
+    setup.fill([setup.Job.model_validate(job)])
+    assert (tmp_path / "small" / "config.json").exists()
+    rows = [json.loads(line) for line in (tmp_path / "data" / "text_mixed.jsonl").read_text().splitlines()]
+    assert [len(row["response_lengths"]) for row in rows] == [make.GROUP] * make.STEP
+    assert calls == [["benchmarks.h200.weights", str(tmp_path / "small"), str(tmp_path / "w")]]
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "model.safetensors").touch()
+    setup.fill([setup.Job.model_validate(job)])
+    assert len(calls) == 1
+    job["run"]["data"] = str(tmp_path / "other.jsonl")
+    with pytest.raises(RunError, match=r"other\.jsonl: there is no such data set"):
+        setup.fill([setup.Job.model_validate(job)])
+
+
+# ---- without a GPU
+
+
+@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]"))), reason="this machine has a GPU")
+def test_without_a_gpu_the_program_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2, before anything is begun; no traceback."""
+    monkeypatch.setattr(sys, "argv", ["table", str(tmp_path), "--runs", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit, match="2"):
+        table.main()
+    said = capsys.readouterr().err
+    assert said.startswith("error      GPU: ")
+    assert "try: run where there is a GPU, with package nvidia-ml-py installed" in said
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(RunError):
+        Driver(0)
+
+
+def test_a_management_library_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        class NVMLError(Exception):
+            pass
+
+        def nvmlInit(self) -> None:
+            raise self.NVMLError("Driver Not Loaded")
+
+    monkeypatch.setattr("benchmarks.driver.import_module", lambda name: Library())
+    with pytest.raises(RunError, match="GPU: NVML does not answer: Driver Not Loaded"):
+        nvml()
