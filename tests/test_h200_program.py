@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from h200_runs import Counted, two_gpu_plan, write_plans
+from h200_runs import HOSTS, Counted, two_gpu_plan, write_plans
 from runtime_tiny import tiny_plan
 
 from benchmarks.driver import Driver, nvml
@@ -47,35 +47,35 @@ def page_of(tmp_path: Path) -> str:
 
 @pytest.mark.processes
 def test_two_gpus_from_plans_to_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two plans and a soak run at TP 2 to 1; what needs a GPU fails as parts of their own, and the page says so.
+    """A plan runs at TP 2 to 1, and a soak; what needs a GPU fails as parts of their own, and the page says so.
 
     A second command runs none of them again; with a gap that nothing can hold it says what does not hold.
     """
-    plans = {"0_serial": two_gpu_plan("serial"), "1_rollplex,_MPS_default": two_gpu_plan(), "soak": two_gpu_plan()}
-    folder = write_plans(tmp_path / "plans", **plans)
+    soak = tiny_plan(run={"steps": 2, "checkpoint_every": 0, "hosts": HOSTS})
+    folder = write_plans(tmp_path / "plans", **{"1_rollplex,_MPS_default": two_gpu_plan(), "soak": soak})
     assert on_host(folder, tmp_path) == table.WRONG
     text, lines = page_of(tmp_path), page_of(tmp_path).splitlines()
     assert capsys.readouterr().out == text
     assert lines[0] == "a host"
-    rows = [line for line in lines if line.startswith(("| serial | ", "| rollplex, MPS default | "))]
-    assert len(rows) == 2 + 4  # schedules, and memory of two GPUs
-    cells = [cell.strip() for cell in rows[1].split("|")]
+    rows = [line for line in lines if line.startswith("| rollplex, MPS default | ")]
+    assert len(rows) == 1 + 2  # schedules, and memory of two GPUs
+    cells = [cell.strip() for cell in rows[0].split("|")]
     sent = two_gpu_plan().summary.layout.exchange_bytes_per_gpu
     assert re.fullmatch(r"[\d.e-]+ \(3\)", cells[15]), "the last gap is behind three updates"
     assert cells[17] == f"{sent / 1e6:.0f}"
     assert float(cells[18]) > 0
-    assert [row.split("|")[2].strip() for row in rows[2:]] == ["0", "1", "0", "1"]
-    assert all(row.endswith("| 0 |") for row in rows[2:])
+    assert [row.split("|")[2].strip() for row in rows[1:]] == ["0", "1"]
+    assert all(row.endswith("| 0 |") for row in rows[1:])
     assert "Windows of rollplex, MPS default:" in lines
-    assert "4 of 4 steps, training at TP 2, rollout at TP 1 x 2, sharing mps: step" in text
+    assert "2 of 2 steps, training at TP 1, rollout at TP 1 x 1, sharing mps: step" in text
     failed = [line.partition(" FAILED")[0] for line in lines if " FAILED" in line]
     assert failed == ["exchange", "optimizer stream"]
-    assert lines[-1].endswith("second copy 0 bytes; 4 steps, no hang; 2 DO NOT HOLD, above")
+    assert lines[-1].endswith("second copy 0 bytes; 2 steps, no hang; 2 DO NOT HOLD, above")
 
     began = json.loads((tmp_path / "runs" / "state.json").read_text())
     assert on_host(folder, tmp_path, "--gap", "0") == table.WRONG
     assert json.loads((tmp_path / "runs" / "state.json").read_text()) == began
-    assert "step 4 of soak: trainer and rollout engine are 0.0000 nats apart, over 0" in page_of(tmp_path)
+    assert "step 2 of soak: trainer and rollout engine are 0.0000 nats apart, over 0" in page_of(tmp_path)
 
 
 # ---- parts one after the other

@@ -128,6 +128,16 @@ def test_engines_that_are_apart_are_told() -> None:
     assert wrong(ran("r", STEPS, metrics=[{"logprob_gap": 0.0}] * 4, gpus=both)) == []
 
 
+def test_every_rollout_engine_counts() -> None:
+    """On two GPUs the engine that is further away is told; one that nobody compared is."""
+    rows = [{"logprob_gap": 0.04, "logprob_gap_engine_0": 0.02, "logprob_gap_engine_1": n} for n in (0.05, 0.06)]
+    found = ran("r", STEPS, plan=megatron_plan(2), metrics=[*rows, {"logprob_gap": 0.0, "logprob_gap_engine_1": 0.1}])
+    assert wrong(found) == [
+        "step 2 of r: trainer and rollout engine are 0.0600 nats apart, over 0.05",
+        "step 3 of r: nobody compared trainer and rollout engine",
+    ]
+
+
 def test_bytes_that_are_over_are_told_by_gpu_and_window() -> None:
     """5% over a window's plan is allowed, a byte more is not, on whichever GPU; a GPU that nobody saw is none."""
     window = SERIAL_PLAN.summary.windows[2]

@@ -13,13 +13,20 @@ import torch
 from algorithms import START, grpo, made, split, step_values, typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_tiny import megatron_plan
+from runtime_tiny import tiny_plan
 from torch import Tensor
 
+from rollplex.backends.collectives import Groups
+from rollplex.backends.data.rollout import Rollout
+from rollplex.backends.training.loss import Scores
 from rollplex.ir.dsl import Algorithm
 from rollplex.ir.errors import PlanError
 from rollplex.ir.grouploss import group_loss, row_values, wide_values
+from rollplex.ir.job import Job
 from rollplex.ir.loss import split_loss
-from rollplex.ir.plan import LossPlan, NodeRecord
+from rollplex.ir.placement import training_seat
+from rollplex.ir.plan import LossPlan, NodeRecord, Plan
 from rollplex.ir.records import evaluate, to_records
 from rollplex.ir.torch_ops import TORCH_OPS
 
@@ -251,3 +258,30 @@ def derivatives(run: Any) -> set[bool]:
 def test_the_list_knows_what_has_a_derivative(row):
     """Bitwise ops take no floats; every other op has a gradient for all its arguments or for none."""
     assert derivatives(row.run) <= {row.differentiable}
+
+
+# ---- trainer and rollout engines
+
+
+def gaps_of(plan: Plan) -> dict[str, float]:
+    """Metrics of a step in which 3 tokens of prompt 0 are 0.25 nats apart and 9 tokens of prompt 1 are 0.5 apart."""
+    scores = Scores(plan, training_seat(Job.model_validate(plan.job), 0), Groups())
+    lengths = torch.tensor([[1, 2], [4, 5]])
+    shape = (2, 2, 6)
+    rollout = Rollout(
+        torch.zeros(shape, dtype=torch.int64), lengths, torch.zeros(shape), torch.arange(2), torch.ones(shape)
+    )
+    (node,) = plan.losses["actor"].forward
+    for prompt, nats in ((0, 0.25), (1, -0.5)):
+        scores.compare(node, torch.full((1, 2, 6), nats), {scores.rollout: rollout}, prompt)
+    found = scores.means()
+    scores.begin()
+    assert scores.means() == {}
+    return found
+
+
+def test_each_rollout_engine_is_compared_with_the_trainer() -> None:
+    """Over both 3 and 9 tokens: (3 x 0.25 + 9 x 0.5) / 12; an engine that stands alone is all there is."""
+    both = {"logprob_gap": 0.4375, "logprob_gap_engine_0": 0.25, "logprob_gap_engine_1": 0.5}
+    assert gaps_of(megatron_plan(2)) == pytest.approx(both)
+    assert gaps_of(tiny_plan()) == pytest.approx({"logprob_gap": 0.4375})

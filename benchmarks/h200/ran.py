@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from math import inf, isnan, nan
 from typing import Any
 
 from rollplex.backends.memory.planned import is_temporary
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan
+
+
+def _nan_last(nats: float) -> float:
+    return inf if isnan(nats) else nats
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,10 @@ class Ran:
     # ---- trainer and rollout engine
 
     def gaps(self) -> list[float]:
-        """`logprob_gap` of each step, in nats; of that whose number is i, behind i updates."""
-        return [float(row.get("logprob_gap", float("nan"))) for row in self.report["metrics"]]
+        """Of each step, the i-th behind i updates: the gap of the rollout engine that is furthest away; NaN without it."""
+        engines = self.job.engines
+        names = [f"logprob_gap_engine_{e}" for e in range(engines)] if engines > 1 else ["logprob_gap"]
+        return [max((row.get(name, nan) for name in names), key=_nan_last) for row in self.report["metrics"]]
 
     # ---- new weights
 

@@ -17,8 +17,9 @@ from rollplex.backends.collectives import Groups
 from rollplex.backends.data.parts import wholes_of
 from rollplex.ir.errors import RunError
 from rollplex.ir.grouploss import group_loss, row_values, scale_of, undivided, wide_values
+from rollplex.ir.job import Job
 from rollplex.ir.parts import part, wholes
-from rollplex.ir.placement import Seat
+from rollplex.ir.placement import Seat, rollout_seat
 from rollplex.ir.plan import LossPlan, NodeRecord, Plan, references
 from rollplex.ir.planned_hosts import early_hosts
 
@@ -49,12 +50,14 @@ class Scores:
         self.heads = {n: WHOLE.get(r.op) or r.kwargs.get("head", "logprobs") for n, r in calls.items()}
         self.roles = {name: str(record.args[0]) for name, record in calls.items()}
         self._found: dict[str, dict[int, Tensor]] = {}
-        self._gap = (0.0, 0)
+        seats = [rollout_seat(Job.model_validate(plan.job), rank) for rank in range(plan.processes["rollout"].ranks)]
+        self._engine = {prompt: engine.copy for engine in seats for prompt in engine.prompts}
+        self._gaps: dict[int, tuple[float, int]] = {}
 
     def begin(self) -> None:
         """A new step."""
         self._found.clear()
-        self._gap = (0.0, 0)
+        self._gaps.clear()
 
     def score(self, node: str, group: int, found: Tensor) -> None:
         """Keep what a model says of one group."""
@@ -68,18 +71,22 @@ class Scores:
         """The mean score of every reward model on this rank, by its role, and how far both engines are apart.
 
         `logprob_gap` is the mean |log p trained - log p sampled| of the sampled tokens, in nats: rounding alone where
-        the engines agree on the model, more where an update is not on-policy.
+        the engines agree on the model, more where an update is not on-policy. Where there are several rollout engines,
+        `logprob_gap_engine_1` is that of the second one's tokens.
         """
         found = {self.roles[n]: float(self.scored(n).mean()) for n in self._found if self.heads[n] == "score"}
-        total, tokens = self._gap
-        return found | ({"logprob_gap": total / tokens} if tokens else {})
+        gaps, several = self._gaps, len(set(self._engine.values())) > 1
+        total, tokens = (sum(column) for column in zip((0.0, 0), *gaps.values(), strict=True))
+        found |= {"logprob_gap": total / tokens} if tokens else {}
+        return found | {f"logprob_gap_engine_{e}": t / n for e, (t, n) in sorted(gaps.items()) if several and n}
 
     def compare(self, node: str, said: Tensor, inputs: Mapping[str, Any], group: int) -> None:
         """Note what the policy says [1, n, T] of a group's tokens beside what they were sampled with."""
         rollout = self.row(self.read[node], inputs, group)
-        total, tokens = self._gap
+        engine = self._engine[self.own[group]]
+        total, tokens = self._gaps.get(engine, (0.0, 0))
         gaps = (said.detach() - rollout.logprobs).abs()[rollout.mask]
-        self._gap = (total + float(gaps.sum()), tokens + gaps.numel())
+        self._gaps[engine] = (total + float(gaps.sum()), tokens + gaps.numel())
 
     def row(self, name: str, inputs: Mapping[str, Any], group: int) -> Any:
         """The rows [1, ..] of one of the rank's groups, of what its own models say or of a value, whole or in parts."""
