@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.h200 import exchange
 from benchmarks.h200.parts import Found
 from benchmarks.h200.ran import Gpu, Ran
 from benchmarks.h200.surface import surface
@@ -112,8 +113,6 @@ def windows(r: Ran) -> list[str]:
 def _exchange(found: list[dict[str, Any]] | None) -> list[str]:
     if found is None:
         return []
-    from benchmarks.h200 import exchange  # needs torch's CUDA parts, which a page of one GPU does not
-
     rates = ", ".join(f"{way} {rate} GB/s" for way, rate in BEFORE.items())
     return [*exchange.page(found), "", f"Measured before on such a pair, one call of 2 GiB: {rates}."]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from benchmarks.optimizer_gpu import Stream
 from benchmarks.publication_gpu import Published
 from rollplex.ir.calibration import Calibration, parse_calibration
 from rollplex.ir.errors import RunError
+from rollplex.ir.plan import Plan
 
 MILLIONS = 512  # parameters of the optimizer's stream, whose state is pinned within seconds
 ESTIMATES = {"plan": 110.0, "soak": 330.0, "exchange": 90.0, "publication": 60.0, "optimizer stream": 60.0}
@@ -127,7 +128,7 @@ def gathered(state: State, parts: Sequence[Part], ready: Sequence[Ready]) -> Fou
     return found
 
 
-def _put(found: Found, part: Part, plans: dict[str, Any], data: Any) -> None:
+def _put(found: Found, part: Part, plans: Mapping[str, Plan], data: Any) -> None:
     match part.kind:
         case "plan":
             found.runs.append(Ran.of_data(part.name.partition(" ")[2] or part.name, plans[part.name], data))

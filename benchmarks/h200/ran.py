@@ -109,7 +109,7 @@ class Ran:
     # ---- trainer and rollout engine
 
     def gaps(self) -> list[float]:
-        """Of each step, the i-th behind i updates: the gap of the rollout engine that is furthest away; NaN without it."""
+        """Of each step, the i-th behind i updates: that of the rollout engine furthest away in nats; NaN without it."""
         engines = self.job.engines
         names = [f"logprob_gap_engine_{e}" for e in range(engines)] if engines > 1 else ["logprob_gap"]
         return [max((row.get(name, nan) for name in names), key=_nan_last) for row in self.report["metrics"]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from rollplex.ir.placement import cuda_device
 from rollplex.ir.plan import Plan, read_plan
 from rollplex.ir.steps import describe
 from rollplex.runtime.events import IterationDone, RunEvent, StageBegun, StepEntered
+from rollplex.runtime.process import die_with
 from rollplex.runtime.protocol import ProcessId
 from rollplex.runtime.run import run_plan
 
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
+    die_with(os.getppid())  # a command that is cut off leaves no GPU in use
     heard = Whereabouts()
     try:
         plan = read_plan(asked.plan)

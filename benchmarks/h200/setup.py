@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.h200 import make
 from benchmarks.h200.plans import HERE, arrived
 from benchmarks.h200.running import called
-from rollplex.ir.errors import RunError
+from rollplex.ir.errors import RollplexError, RunError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import Plan, read_plan
 
@@ -73,8 +73,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--into", type=Path, default=Path("/dev/shm/runs/plans"))
     asked = parser.parse_args()
-    for each in prepare(asked.folder, asked.into):
-        print(f"{each.name}: {each.file}")
+    try:
+        for each in prepare(asked.folder, asked.into):
+            print(f"{each.name}: {each.file}")
+    except RollplexError as err:
+        raise SystemExit(str(err)) from None
 
 
 if __name__ == "__main__":
