@@ -18,7 +18,7 @@ from benchmarks.driver import Driver, nvml
 from benchmarks.h200 import make, parts, setup, table
 from benchmarks.h200.parts import Part
 from benchmarks.h200.plans import HERE, PLACE, ROOT, arrived, carried
-from benchmarks.h200.running import Whereabouts, devices, run, watchdogs
+from benchmarks.h200.running import Whereabouts, called, devices, run, watchdogs
 from benchmarks.h200.state import Done, State
 from rollplex.ir.errors import RunError
 from rollplex.ir.steps import Barrier
@@ -73,9 +73,19 @@ def test_two_gpus_from_plans_to_the_last_line(tmp_path: Path, capsys: pytest.Cap
     assert lines[-1].endswith("second copy 0 bytes; 2 steps, no hang; 2 DO NOT HOLD, above")
 
     began = json.loads((tmp_path / "runs" / "state.json").read_text())
-    assert on_host(folder, tmp_path, "--gap", "0") == table.WRONG
+    assert on_host(folder, tmp_path, "--gap=-1") == table.WRONG
     assert json.loads((tmp_path / "runs" / "state.json").read_text()) == began
-    assert "step 2 of soak: trainer and rollout engine are 0.0000 nats apart, over 0" in page_of(tmp_path)
+    told = re.findall(
+        r"^step (\d) of (.*): trainer and rollout engine are .* nats apart, over -1$", page_of(tmp_path), re.M
+    )
+    assert told == [*((str(n), "rollplex, MPS default") for n in (1, 2, 3, 4)), ("1", "soak"), ("2", "soak")]
+
+    gpu, window = began["parts"]["1 rollplex, MPS default"]["found"]["gpus"][1], two_gpu_plan().summary.windows[-1]
+    gpu["driven"][window.name] = window.hbm_bytes * 106 // 100
+    (tmp_path / "runs" / "state.json").write_text(json.dumps(began))
+    assert on_host(folder, tmp_path) == table.WRONG
+    assert f"rollplex, MPS default: GPU 1 has 0.00 GiB in use in {window.name}, 6.0% over" in page_of(tmp_path)
+    assert page_of(tmp_path).endswith("3 DO NOT HOLD, above\n")
 
 
 # ---- parts one after the other
@@ -220,6 +230,23 @@ def test_what_a_process_began_last_is_where_it_is() -> None:
     now = 72.5
     told = "train 1: step `barrier rollout`, window P1 decode, step 58 of the run, for 60.0 s"
     assert list(heard.lines()) == [told]
+
+
+def test_a_program_that_fails_is_told_by_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a traceback the error, of a message its last paragraph; of nothing its exit status."""
+    broken = "print('much')\nprint()\nraise ValueError('no\\n    more')"
+    for name, text in (
+        ("broken", broken),
+        ("mute", "raise SystemExit(3)"),
+        ("plain", "raise SystemExit('a\\n\\nb\\nc')"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = {"broken": "ValueError: no\n    more", "mute": "it says nothing, and exits with status 3", "plain": "b\nc"}
+    for name, what in told.items():
+        with pytest.raises(RunError) as caught:
+            called([name], tmp_path / f"{name}.log")
+        assert str(caught.value) == f"python -m {name}: {what}\n    try: look at {tmp_path / name}.log"
 
 
 def test_a_watchdog_names_the_collective(tmp_path: Path) -> None:

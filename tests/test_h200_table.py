@@ -133,7 +133,7 @@ def test_every_rollout_engine_counts() -> None:
     rows = [{"logprob_gap": 0.04, "logprob_gap_engine_0": 0.02, "logprob_gap_engine_1": n} for n in (0.05, 0.06)]
     found = ran("r", STEPS, plan=megatron_plan(2), metrics=[*rows, {"logprob_gap": 0.0, "logprob_gap_engine_1": 0.1}])
     assert wrong(found) == [
-        "step 2 of r: trainer and rollout engine are 0.0600 nats apart, over 0.05",
+        "step 2 of r: trainer and rollout engine are 0.06 nats apart, over 0.05",
         "step 3 of r: nobody compared trainer and rollout engine",
     ]
 
@@ -179,7 +179,7 @@ def test_the_last_line_sums_up_and_the_page_survives_parts_that_are_missing() ->
     found.runs.append(SERIAL)
     found.runs.append(ran("solved", [step(9, 9, 9, 0), step(5.0, 3.3, 0.7, 0.7)]))
     assert summary(found, GAP) == (
-        "serial 6.50 s (1.00x); solved 5.00 s (1.30x, 100% of the bound); logprob gap at most 0.0200 of 0.05 nats; "
+        "serial 6.50 s (1.00x); solved 5.00 s (1.30x, 100% of the bound); logprob gap at most 0.02 of 0.05 nats; "
         "windows within 3.0% of the plan; drivers at most -50.0%; second copy 0 bytes; all holds"
     )
     found.stream = Stream(100, (55.0, 54.0, 50.0), {1: 0.1, 2: 0.05, 3: 0.04})

@@ -49,7 +49,7 @@ def schedules(runs: list[Ran]) -> list[str]:
     """A row a run: seconds a step, what of them was hidden, how far both engines were apart, what came from peers."""
     head = ("schedule", "step s", "over serial", "predicted s", "T_D s", "T_P s", "in decode s", "d_D s", "gained s")
     head = (*head, "bound s", "of the bound", "T_post s", "in decode s", "gap, no update", "gap, last (updates)")
-    head = (*head, "publish ms", "exchange MB", "ms", "GB/s")
+    head = (*head, "publish ms", "exchange MB", "exchange ms", "exchange GB/s")
     return table(head, [(r.name, *_times(r, serial_of(r, runs)), *_gaps(r), *_published(r)) for r in runs])
 
 

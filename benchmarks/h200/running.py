@@ -98,13 +98,20 @@ def devices(plan: Plan) -> dict[int, list[int]]:
 
 
 def called(command: Sequence[str], log: Path) -> None:
-    """A program, what it says in a file; RunError with its last paragraph when it fails."""
+    """A program, what it says in a file; RunError with the end of that when it fails."""
     with log.open("w", encoding="utf-8") as out:
         code = subprocess.run([sys.executable, "-m", *command], stdout=out, stderr=out, check=False).returncode
     if code:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n\n")[2].splitlines()
-        told = "\n".join(lines[-TOLD_LINES:]) or f"it says nothing, and exits with status {code}"
+        told = "\n".join(_end(log)) or f"it says nothing, and exits with status {code}"
         raise RunError(told, where=f"python -m {command[0]}", hint=f"look at {log}")
+
+
+def _end(log: Path) -> list[str]:
+    """The last paragraph of a log; of a traceback what it ends with."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n\n")[2].splitlines()
+    if any(line.startswith("Traceback ") for line in lines):
+        lines = lines[max(i for i, line in enumerate(lines) if not line.startswith(" ")) :]
+    return lines[-TOLD_LINES:]
 
 
 def run(name: str, file: Path, out: Path, watch: Watch) -> Ran:

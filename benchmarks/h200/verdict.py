@@ -41,7 +41,7 @@ def _gaps(ran: Ran, gap: float) -> Iterator[str]:
         if isnan(nats):
             yield f"step {step + 1} of {ran.name}: nobody compared trainer and rollout engine"
         elif nats > gap:
-            yield f"step {step + 1} of {ran.name}: trainer and rollout engine are {nats:.4f} nats apart, over {gap:g}"
+            yield f"step {step + 1} of {ran.name}: trainer and rollout engine are {nats:.4g} nats apart, over {gap:g}"
     if len(ran.gpus) > 1 and len(gaps) <= UPDATES:
         yield f"{ran.name}: {len(gaps)} steps, and behind {UPDATES} updates comes step {UPDATES + 1}"
 
@@ -87,7 +87,7 @@ def summary(found: Found, gap: float) -> str:
         told.append("publication " + ", ".join(f"{way} {took:.1f} ms" for way, took in ms.items()))
     if found.runs:
         gaps = [nats for ran in found.runs for nats in ran.gaps()]
-        told.append(f"logprob gap at most {max(gaps, default=float('nan')):.4f} of {gap:g} nats")
+        told.append(f"logprob gap at most {max(gaps, default=float('nan')):.4g} of {gap:g} nats")
         told.append(f"windows within {max(r.windows_off() for r in found.runs):.1%} of the plan")
         over = max((share for r in found.runs for gpu in r.gpus for share, _ in r.driven_off(gpu)), default=0.0)
         told.append(f"drivers at most {over:+.1%}")
