@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 from h200_runs import HOSTS, Counted, two_gpu_plan, write_plans
 from runtime_tiny import tiny_plan
 
-from benchmarks.driver import Driver, nvml
-from benchmarks.h200 import make, parts, setup, table
+from benchmarks.h200 import parts, table
 from benchmarks.h200.parts import Part
-from benchmarks.h200.plans import HERE, PLACE, ROOT, arrived, carried
+from benchmarks.h200.plans import HERE
 from benchmarks.h200.running import Whereabouts, called, devices, run, watchdogs
 from benchmarks.h200.state import Done, State
 from rollplex.ir.errors import RunError
@@ -189,6 +187,9 @@ def test_calibration_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     assert "| batch | TP 1 to 1: alone, ms | 32 SMs | 64 SMs | 80 SMs | 96 SMs | MPS default | TP 1" in page_of(
         tmp_path
     )
+    assert on_host(tmp_path, tmp_path) == 0
+    assert len(calls) == 1
+    assert "| batch | TP 1 to 1: alone, ms |" in page_of(tmp_path)  # a later command does not ask for it again
     with pytest.raises(RunError, match=r"--calibrate .*no\.yaml: there is no such job"):
         on_host(tmp_path, tmp_path, "--calibrate", str(tmp_path / "no.yaml"))
 
@@ -260,92 +261,3 @@ def test_the_plan_says_which_devices_are_watched() -> None:
     assert devices(two_gpu_plan()) == {0: [0], 1: [1]}
     assert devices(two_gpu_plan(devices=(2, 1))) == {2: [0], 1: [1]}
     assert devices(two_gpu_plan(devices=(1, 1))) == {1: [0, 1]}
-
-
-def test_multicast_stays_off_in_whatever_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is set where it was not, and what the user has set stays; children inherit it."""
-    for before, after in (("", None), ("0", "0"), ("1", "1")):
-        monkeypatch.setattr(sys, "argv", ["table", "nowhere"])
-        monkeypatch.delenv(table.MULTICAST, raising=False) if not before else monkeypatch.setenv(
-            table.MULTICAST, before
-        )
-        with pytest.raises(SystemExit):
-            table.main()
-        assert table.os.environ[table.MULTICAST] == (after or "0")
-
-
-# ---- what is there before
-
-
-def test_a_plan_travels_to_another_checkout(tmp_path: Path) -> None:
-    """Its text names no place, and finds files of ours where it arrives."""
-    plan = two_gpu_plan()
-    text = carried(plan)
-    assert str(ROOT) + "/benchmarks" not in text
-    assert f"{PLACE}/benchmarks/h200/reward.py:even" in text
-    ready = setup.prepare(write_plans(tmp_path / "plans", **{"0_serial": plan}), tmp_path / "here")
-    assert [each.name for each in ready] == ["0 serial"]
-    assert ready[0].plan == plan
-    assert arrived(text) == plan.to_json()
-
-
-def test_a_directory_without_plans_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="there is no plan in this directory\n    try: python -m benchmarks"):
-        setup.prepare(tmp_path, tmp_path / "here")
-
-
-def test_what_a_plan_reads_is_made_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's config, a data set by its name; weights by a program of their own; another's data set is not ours."""
-    for module in (make, setup):
-        monkeypatch.setattr(module, "HERE", tmp_path)
-    calls: list[list[str]] = []
-    monkeypatch.setattr(setup, "called", lambda command, log: calls.append(list(command)))
-    small = two_gpu_plan().job
-    job = small | {"model": {**small["model"], "name": str(tmp_path / "small")}}
-    job |= {
-        "run": {**small["run"], "data": str(tmp_path / "data" / "text_mixed.jsonl"), "weights": str(tmp_path / "w")}
-    }
-    setup.fill([setup.Job.model_validate(job)])
-    assert (tmp_path / "small" / "config.json").exists()
-    rows = [json.loads(line) for line in (tmp_path / "data" / "text_mixed.jsonl").read_text().splitlines()]
-    assert [len(row["response_lengths"]) for row in rows] == [make.GROUP] * make.STEP
-    assert calls == [["benchmarks.h200.weights", str(tmp_path / "small"), str(tmp_path / "w")]]
-    (tmp_path / "w").mkdir()
-    (tmp_path / "w" / "model.safetensors").touch()
-    setup.fill([setup.Job.model_validate(job)])
-    assert len(calls) == 1
-    job["run"]["data"] = str(tmp_path / "other.jsonl")
-    with pytest.raises(RunError, match=r"other\.jsonl: there is no such data set"):
-        setup.fill([setup.Job.model_validate(job)])
-
-
-# ---- without a GPU
-
-
-@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]"))), reason="this machine has a GPU")
-def test_without_a_gpu_the_program_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit status 2, before anything is begun; no traceback."""
-    monkeypatch.setattr(sys, "argv", ["table", str(tmp_path), "--runs", str(tmp_path / "runs")])
-    with pytest.raises(SystemExit, match="2"):
-        table.main()
-    said = capsys.readouterr().err
-    assert said.startswith("error      GPU: ")
-    assert "try: run where there is a GPU, with package nvidia-ml-py installed" in said
-    assert not (tmp_path / "runs").exists()
-    with pytest.raises(RunError):
-        Driver(0)
-
-
-def test_a_management_library_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        class NVMLError(Exception):
-            pass
-
-        def nvmlInit(self) -> None:
-            raise self.NVMLError("Driver Not Loaded")
-
-    monkeypatch.setattr("benchmarks.driver.import_module", lambda name: Library())
-    with pytest.raises(RunError, match="GPU: NVML does not answer: Driver Not Loaded"):
-        nvml()

@@ -25,7 +25,7 @@ DASHES = ("-",) * 4
 def page(found: Found, heading: str, gap: float, named: str, beside: Calibration) -> str:
     """All that is there, under what it was measured with; `named` is the plan whose windows are told one by one."""
     lines = [heading, "", f"{GOALS} Bound of the gap here: {gap:g} nats."]
-    for part in (_runs(found.runs, named), _exchange(found.exchanged), _beside(found), _soak(found.soak)):
+    for part in (_runs(found.runs, named), _exchange(found.exchanged), list(_beside(found)), _soak(found.soak)):
         lines += ["", *part] if part else []
     if found.calibration:
         lines += ["", *surface(found.calibration, beside)]
@@ -117,11 +117,7 @@ def _exchange(found: list[dict[str, Any]] | None) -> list[str]:
     return [*exchange.page(found), "", f"Measured before on such a pair, one call of 2 GiB: {rates}."]
 
 
-def _beside(found: Found) -> list[str]:
-    return list(_sentences(found))
-
-
-def _sentences(found: Found) -> Iterator[str]:
+def _beside(found: Found) -> Iterator[str]:
     """The stream and publication on one GPU."""
     if s := found.stream:
         up, back = s.rates(IN_FLIGHT)

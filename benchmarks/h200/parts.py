@@ -31,6 +31,7 @@ from rollplex.ir.plan import Plan
 MILLIONS = 512  # parameters of the optimizer's stream, whose state is pinned within seconds
 ESTIMATES = {"plan": 110.0, "soak": 330.0, "exchange": 90.0, "publication": 60.0, "optimizer stream": 60.0}
 """Seconds that a part of a kind may take before one has been measured: a plan of a few steps starts and ends in 60."""
+CALIBRATE = "calibrate"
 STARTS_S = 100.0  # of `rollplex calibrate`, beside what it is given
 
 
@@ -112,12 +113,15 @@ def _calibrate(asked: Calibrating, runs: Path) -> Part:
     if not asked.job.is_file():
         raise RunError("there is no such job", where=f"--calibrate {asked.job}", hint=str(HERE / "job_3b_x2.yaml"))
     digest = hashlib.sha256(f"{asked.job.read_text(encoding='utf-8')} {asked.seconds:g}".encode()).hexdigest()[:16]
-    return Part("calibrate", "calibrate", digest, asked.seconds + STARTS_S, measure)
+    return Part(CALIBRATE, CALIBRATE, digest, asked.seconds + STARTS_S, measure)
 
 
 def gathered(state: State, parts: Sequence[Part], ready: Sequence[Ready]) -> Found:
-    """What the state has of these parts."""
+    """What the state has of these parts, and of a calibration that is not asked for again."""
     found, plans = Found(), {each.name: each.plan for each in ready}
+    before = state.parts.get(CALIBRATE)
+    if before and CALIBRATE not in [part.name for part in parts]:
+        parts = [Part(CALIBRATE, CALIBRATE, before.digest, 0.0, lambda: before.found), *parts]
     for part in parts:
         if not state.has(part.name, part.digest):
             found.missing.append(part.name)
