@@ -1,4 +1,4 @@
-"""What the program of the H200s' page needs before it measures: plans of another checkout, data, a GPU, a driver to ask."""
+"""What the page of H200s needs before it is measured: plans of another checkout, data, a GPU and its driver."""
 
 from __future__ import annotations
 
