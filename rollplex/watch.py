@@ -120,7 +120,8 @@ class CalibrationWatch:
     def begin(self, grid: Grid) -> None:
         """So many figures are to come."""
         batches, chunks, sms = (" ".join(map(str, n)) for n in (grid.batches, grid.chunks, grid.sms))
-        self.console.print(f"measuring  decode batches {batches}  prefix chunks {chunks}  SMs {sms}")
+        gpus = f"{grid.gpus} GPUs  " if grid.gpus > 1 else ""
+        self.console.print(f"measuring  {gpus}decode batches {batches}  prefix chunks {chunks}  SMs {sms}")
         if self.console.is_terminal:
             self._bar = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), transient=True)
             self._task = self._bar.add_task("", total=grid.figures)

@@ -6,6 +6,8 @@ measured.surface.beside(16, 6000, 80)        Beside(slower=1.55, rate=0.56)
     16 decode, prefixes run 6000 tokens at a time on 80 SMs: a decode step takes 1.55 times what it takes alone, prefix
     work goes on at 0.56 of its own rate
 
+measured.exchange.sum_s(25_165_824)          0.0002      hidden states of 6144 tokens summed over the ranks of a trainer
+
 A file is of one GPU type and one model shape, and refused for others (calibration_checks.py).
 """
 
@@ -57,6 +59,11 @@ class Shape(Section):
             rollout_tp=job.rollout_tp,
         )
 
+    @property
+    def gpus(self) -> int:
+        """GPUs that are measured together: ranks that cut one model have one each."""
+        return max(self.train_tp, self.rollout_tp)
+
 
 class Rate(Section):
     """What one kind of kernel reaches on so many tokens."""
@@ -88,6 +95,36 @@ class Pages(Section):
     map_s: Positive = Field(description="pages laid behind addresses, and made accessible")
     unmap_s: Positive = Field(description="pages let go")
     pin_s: Positive = Field(description="host memory registered for copies")
+
+
+class Summed(Section):
+    """Hidden states of some tokens, summed over the trainer's ranks, until each can go on with its next linear."""
+
+    nbytes: Count = Field(description="bytes of a rank's part: all tokens")
+    seconds: Positive = Field(description="seconds of the all-reduce, or of both of its halves")
+
+
+class Exchange(Section):
+    """What ranks exchanged while they were measured, each on a GPU of its own."""
+
+    stretches: bool = Field(
+        description="the trainer's ranks kept stretches of the tokens (sequence_parallel): reduce-scatter behind a "
+        "linear, all-gather in front of the next; else they all-reduce"
+    )
+    sums: tuple[Summed, ...] = Field(default=(), description="with nothing beside, none of a trainer of TP 1")
+
+    @model_validator(mode="after")
+    def _once(self) -> Exchange:
+        sizes = [row.nbytes for row in self.sums]
+        if len(set(sizes)) < len(sizes):
+            raise ValueError("a size stands there twice")
+        return self
+
+    def sum_s(self, nbytes: float) -> float:
+        """Seconds of one sum, linear in bytes: below the smallest as long as that, above the largest at its rate."""
+        rows = sorted(self.sums, key=lambda row: row.nbytes)
+        sizes = [row.nbytes for row in rows]
+        return between(sizes, [row.seconds for row in rows], nbytes) * max(1.0, nbytes / sizes[-1])
 
 
 class AloneStep(Section):
@@ -212,7 +249,18 @@ class Calibration(Section):
     hbm_gb_s: Positive = Field(description="bytes read and written by a copy inside HBM, GB/s")
     link: Link = Field(description="the host link")
     pages: Pages = Field(description="memory management")
+    exchange: Exchange | None = Field(
+        default=None, description="what ranks exchanged meanwhile; none where each measured by itself, on one GPU"
+    )
     surface: Surface | None = Field(default=None, description="decode and prefix work beside each other")
+
+    @model_validator(mode="after")
+    def _of_ranks(self) -> Calibration:
+        if self.exchange and self.shape.gpus == 1:
+            raise ValueError("exchange: one rank exchanges nothing")
+        if self.exchange and bool(self.exchange.sums) != (self.shape.train_tp > 1):
+            raise ValueError(f"exchange.sums: {len(self.exchange.sums)} of a trainer of TP {self.shape.train_tp}")
+        return self
 
     def gemm_flops_per_s(self, tokens: float) -> float:
         """FLOP/s of linear layers on so many tokens."""
@@ -239,8 +287,9 @@ class Calibration(Section):
 
     @cached_property
     def digest(self) -> str:
-        """Names the content: a plan tells by it which file it rests on."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        """Names the content: a plan tells by it which file it rests on. One of one GPU is named as ever."""
+        known = self.model_dump_json(exclude=None if self.exchange else {"exchange"})
+        return hashlib.sha256(known.encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """The text of its file."""

@@ -54,6 +54,25 @@ def _shape(job: Job, measured: Calibration) -> Iterator[Finding]:
         found, asked = (", ".join(f"{n} {getattr(s, n)}" for n in apart) for s in (other, own))
         what = f"the calibration was measured for {found}; the job has {asked}"
         yield Finding(_FILE, what, f"{AGAIN}, for this job", _SHAPE_KEYS)
+    elif own.gpus > 1:
+        yield from _exchange(job, own, measured)
+
+
+def _exchange(job: Job, own: Shape, measured: Calibration) -> Iterator[Finding]:
+    """A rank that waits for no other leaves no gaps: ranks must have been measured as the engines' ranks work."""
+    degrees = f"the job trains at TP {own.train_tp} and rolls out at TP {own.rollout_tp}"
+    if measured.exchange is None:
+        what = f"the calibration was measured at TP 1, each rank by itself on one GPU; {degrees}"
+        yield Finding(_FILE, what, f"{AGAIN}, on a machine with {own.gpus} such GPUs, or leave it out", (("roles",),))
+    elif measured.exchange.stretches != (asked := stretches(job)):
+        says = {True: "with sequence_parallel", False: "without sequence_parallel"}
+        what = f"the calibration was measured {says[not asked]}; the job's trainer is {says[asked]}"
+        yield Finding(_FILE, what, f"{AGAIN}, for this job", (("roles",),))
+
+
+def stretches(job: Job) -> bool:
+    """Whether between their linears the ranks of the policy's trainer keep stretches of the tokens."""
+    return job.train_tp > 1 and job.trainer(job.policy).sequence_parallel
 
 
 def _solved(job: Job, measured: Calibration | None) -> Iterator[Finding]:

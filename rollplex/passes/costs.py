@@ -134,7 +134,12 @@ class Costs:
         return linear / rates[0] + attention / rates[1]
 
     def all_reduce_s(self, nbytes: float, tp: int) -> float:
-        """A ring over the ranks of a tensor-parallel group: 2 (tp - 1) hops, each with a tp-th of the bytes."""
+        """A ring over the ranks of a tensor-parallel group: 2 (tp - 1) hops, each with a tp-th of the bytes.
+
+        Of the policy's trainer it may have been measured.
+        """
+        if self.measured and self.measured.exchange and tp == self.measured.shape.train_tp > 1:
+            return self.measured.exchange.sum_s(nbytes)
         return 2 * (tp - 1) * RING_HOP_S + self.exchange_s(2 * (tp - 1) / tp * nbytes)
 
     def all_to_all_s(self, work: Work, tokens: float) -> float:
@@ -236,11 +241,12 @@ class Costs:
     def _decode_step_s(self, weight_bytes: float, tp: int, live: Iterable[tuple[float, float]], turn: int) -> float:
         spec, each, history = self.job.spec, list(live), self.history_tokens(turn)
         kv = sum(n * (history + own) for n, own in each) * spec.kv_bytes_per_token(tp, self.job.itemsize)
+        if self.measured:  # with what its ranks exchange
+            live_now = sum(n for n, _ in each)
+            step_s = self.measured.step_s(live_now, sum(n * (history + own) for n, own in each) / live_now)
+            return step_s + self._adapter_launches_s
         hidden = sum(n for n, _ in each) * spec.hidden * self.job.itemsize
         reduce = 2 * spec.layers * self.all_reduce_s(hidden, tp) + self._adapter_launches_s
-        if self.measured:
-            live_now = sum(n for n, _ in each)
-            return self.measured.step_s(live_now, sum(n * (history + own) for n, own in each) / live_now) + reduce
         return (weight_bytes + kv) / self.hbm_bytes_per_s + spec.layers * DECODE_LAYER_OVERHEAD_S + reduce
 
     @property

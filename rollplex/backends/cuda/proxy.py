@@ -2,10 +2,11 @@
 
 decode   hidden [batch, h]   ->  norm, QKV, rotary, one token into the cache, attention over it, o, norm, gate/up, down
 prefix   hidden [tokens, h]  ->  the same, attention causal over the tokens themselves
+ranks    behind o and down their parts are summed (peers.py); with stretches of tokens gathered in front of QKV, gate/up
 ring     layer 0 1 2 .. 11 0 1 2 ..       as many layers have weights, keys and values of their own as there is room for
 
-It is honest about kernels and bytes, not about an engine: nothing is scheduled, sampled or exchanged between ranks, the
-responses of a group share no pages, a chunk attends to itself alone, and no vision tower runs.
+It is honest about kernels and bytes, not about an engine: nothing is scheduled or sampled, the responses of a group share no pages,
+a chunk attends to itself alone, no vision tower runs, and a rank's logits stay with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rollplex.backends.cuda.peers import Alone, Exchange
 from rollplex.ir.calibration import Shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -87,8 +89,15 @@ class RankShape:
 class Proxy:
     """The layers of a rank on a device, in a ring of about `room` bytes; with the head where it is `decoding`."""
 
-    def __init__(self, shape: RankShape, device: torch.device, room: float, decoding: bool = False) -> None:
-        self.shape, self.device = shape, device
+    def __init__(
+        self,
+        shape: RankShape,
+        device: torch.device,
+        room: float,
+        decoding: bool = False,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.shape, self.device, self.exchange = shape, device, exchange or Alone()
         layer = shape.layer_elements * shape.dtype.itemsize
         self.ring = ring(shape.layers, layer, room)
         self.weights = [
@@ -119,7 +128,7 @@ class Proxy:
         rotary = self._rotary(1)
         for layer in range(self.shape.layers):
             keys, values = cache[layer % len(cache)]
-            q, k, v = self._heads(layer, hidden[:, None], rotary)  # [batch, heads, 1, head_dim]
+            q, k, v = self._heads(layer, self._all_tokens(hidden)[:, None], rotary)  # [batch, heads, 1, head_dim]
             keys[:, :, -1:], values[:, :, -1:] = k, v
             found = F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
             hidden = self._behind(layer, hidden, found.transpose(1, 2).flatten(1))
@@ -127,10 +136,10 @@ class Proxy:
 
     @torch.no_grad()
     def prefix(self, hidden: Tensor) -> Tensor:
-        """All tokens of a chunk through all layers, each seeing those before it: [tokens, hidden]."""
-        rotary = self._rotary(len(hidden))
+        """All tokens of a chunk through all layers, each seeing those before it; in and out this rank's [t, hidden]."""
+        rotary = self._rotary(len(hidden) * self.exchange.pieces)
         for layer in range(self.shape.layers):
-            q, k, v = self._heads(layer, hidden[None], rotary)  # [1, heads, tokens, head_dim]
+            q, k, v = self._heads(layer, self._all_tokens(hidden)[None], rotary)  # [1, heads, tokens, head_dim]
             found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             hidden = self._behind(layer, hidden, found[0].transpose(0, 1).flatten(1))
         return hidden
@@ -144,9 +153,9 @@ class Proxy:
         return [F.linear(inputs[name], weight) for name, weight in self.weights[layer % self.ring].items()]
 
     def _heads(self, layer: int, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [b, heads, t, head_dim] of hidden [b, t, h]."""
+        """Queries, keys and values [b, heads, t, head_dim] of normed hidden states [b, t, h]."""
         s = self.shape
-        made = F.linear(self._normed(hidden), self.weights[layer % self.ring]["qkv"])
+        made = F.linear(hidden, self.weights[layer % self.ring]["qkv"])
         made = made.unflatten(-1, (s.heads + 2 * s.kv_heads, s.head_dim)).transpose(1, 2)
         q, k, v = made.split((s.heads, s.kv_heads, s.kv_heads), 1)
         return _rotated(q, *rotary), _rotated(k, *rotary), v
@@ -154,9 +163,13 @@ class Proxy:
     def _behind(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """What a layer does with its attention's output [t, heads * head_dim]."""
         weights = self.weights[layer % self.ring]
-        hidden = hidden + F.linear(attended, weights["o"])
-        gate, up = F.linear(self._normed(hidden), weights["gate_up"]).chunk(2, -1)
-        return hidden + F.linear(F.silu(gate) * up, weights["down"])
+        hidden = hidden + self.exchange.summed(F.linear(attended, weights["o"]))
+        gate, up = F.linear(self._all_tokens(hidden), weights["gate_up"]).chunk(2, -1)
+        return hidden + self.exchange.summed(F.linear(F.silu(gate) * up, weights["down"]))
+
+    def _all_tokens(self, hidden: Tensor) -> Tensor:
+        """What a cut linear reads."""
+        return self.exchange.gathered(self._normed(hidden))
 
     def _normed(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, (self.shape.hidden,), self.norm)

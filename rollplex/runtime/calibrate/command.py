@@ -1,4 +1,4 @@
-"""`rollplex calibrate` but for the terminal: is the GPU the job's, two processes under MPS, the file written whole.
+"""`rollplex calibrate` but for the terminal: are the GPUs the job's, two processes on each, the file written whole.
 
 calibrate(job, Path("h200.json"))     Path written; what was measured is written when it ends early, too
 """
@@ -6,20 +6,25 @@ calibrate(job, Path("h200.json"))     Path written; what was measured is written
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rollplex import __version__
-from rollplex.backends.cuda.machine import cards, driver_version
+from rollplex.backends.cuda.machine import Card, cards, driver_version
 from rollplex.backends.cuda.mps import Mps
+from rollplex.backends.cuda.post import Post
 from rollplex.ir.calibration import Calibration, Shape, read_calibration
+from rollplex.ir.calibration_checks import stretches
 from rollplex.ir.errors import JobError, RunError
 from rollplex.ir.job import Job
+from rollplex.ir.placement import cuda_device
 from rollplex.runtime.calibrate.grid import Grid
 from rollplex.runtime.calibrate.measure import Measured, Measurement, Tell
-from rollplex.runtime.calibrate.station import StationProcess, bench_command
+from rollplex.runtime.calibrate.side import ProcessSide
+from rollplex.runtime.calibrate.station import bench_command
 
 SHARES = {"decode": 0.55, "prefix": 0.25}
 """Of the GPU's memory: keys and values of a large batch take most."""
@@ -35,18 +40,19 @@ def calibrate(
     """
     check_job(job)
     check_place(out)
-    seen = cards()
-    gpu = check_gpu(job, seen[0].name if seen else "")
+    gpu, devices = check_gpus(job, cards())
     with ExitStack() as stack:
         environment = {**os.environ, **stack.enter_context(Mps.running()).environment()}
-        decode, prefix = (stack.enter_context(_station(job, name, environment)) for name in SHARES)
-        for station in (decode, prefix):
-            station.wait()
-        check_sms(job, decode.facts["device"], decode.facts["sms"])
-        grid = Grid.of(job, decode.facts["sms"], seconds, quick)
+        meeting = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollplex-meeting-")))
+        decode, prefix = (stack.enter_context(_side(job, name, devices, meeting, environment)) for name in SHARES)
+        for side in (decode, prefix):
+            side.wait()
+        for facts in decode.facts:
+            check_sms(job, facts["device"], facts["sms"])
+        grid = Grid.of(job, decode.facts[0]["sms"], seconds, quick)
         begin(grid)
         measurement = Measurement(decode, prefix, grid, tell)
-        with written(measurement.found, grid, gpu, job, decode.facts, out):
+        with written(measurement.found, grid, gpu, job, decode.facts[0], out):
             measurement.run()
     return read_calibration(out)
 
@@ -60,14 +66,32 @@ def written(found: Measured, grid: Grid, gpu: str, job: Job, facts: Mapping[str,
         yield
     finally:
         if found.rates_done:
-            made = found.calibration(grid, gpu, Shape.of(job), facts["device"], versions)
+            made = found.calibration(grid, gpu, Shape.of(job), stretches(job), facts["device"], versions)
             write_whole(out, made.to_json())
 
 
-def _station(job: Job, name: str, environment: dict[str, str]) -> AbstractContextManager[StationProcess]:
-    tp = job.rollout_tp if name == "decode" else job.train_tp
-    told = {"shape": Shape.of(job).model_dump(), "tp": tp, "share": SHARES[name], "decoding": name == "decode"}
-    return StationProcess.started(name, bench_command(told), environment)
+def _side(
+    job: Job, name: str, devices: Sequence[int], meeting: Path, environment: dict[str, str]
+) -> AbstractContextManager[ProcessSide]:
+    commands = {post.gpu: bench_command(post) for post in posts(job, name, devices, meeting)}
+    return ProcessSide.started(name, commands, environment)
+
+
+def posts(job: Job, name: str, devices: Sequence[int], meeting: Path) -> Iterator[Post]:
+    """The processes of a side: a rank on each device, as many as make up whole copies of the model."""
+    decoding = name == "decode"
+    tp = job.rollout_tp if decoding else job.train_tp
+    for i, device in enumerate(devices[: len(devices) // tp * tp]):
+        yield Post(
+            shape=Shape.of(job),
+            decoding=decoding,
+            gpu=device,
+            share=SHARES[name],
+            tp=tp,
+            rank=i % tp,
+            meeting=str(meeting / f"{name}-{i // tp}"),
+            stretches=not decoding and stretches(job),
+        )
 
 
 def check_job(job: Job) -> None:
@@ -86,6 +110,23 @@ def check_place(out: Path) -> None:
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         hint = "name a file in a directory of yours"
         raise RunError(f"cannot write into {out.parent}", where=f"--out {out}", hint=hint)
+
+
+def check_gpus(job: Job, found: Sequence[Card]) -> tuple[str, tuple[int, ...]]:
+    """The job's GPU type, and the CUDA devices that its ranks are measured on; RunError where they are not here."""
+    gpu, count = check_gpu(job, found[0].name if found else ""), Shape.of(job).gpus
+    devices = tuple(cuda_device(job, i) for i in range(count))
+    needs = f"TP {job.train_tp} trains and TP {job.rollout_tp} rolls out: {count} GPUs are measured together"
+    hint = "a machine with as many, run.devices, CUDA_VISIBLE_DEVICES, or a smaller tensor_parallel"
+    if len(set(devices)) < count:
+        what = f"{needs}, and run.devices has {', '.join(map(str, devices))}: a GPU for each rank"
+        raise RunError(what, where="run.devices", hint="leave run.devices out, or name a GPU once")
+    for device in devices:
+        if device >= len(found):
+            what = f"{needs}, CUDA devices {', '.join(map(str, devices))}, and this machine has {len(found)}"
+            raise RunError(what, where="GPU", hint=hint)
+        check_gpu(job, found[device].name)
+    return gpu, devices
 
 
 def check_gpu(job: Job, found: str) -> str:

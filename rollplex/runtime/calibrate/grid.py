@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollplex.ir.calibration import Shape
 from rollplex.ir.job import Job
 
 SECONDS = 240.0
@@ -26,7 +27,10 @@ GEMM_TOKENS = (128, 512, 2048, 8192)
 
 @dataclass(frozen=True)
 class Grid:
-    """The points; `chunks` ends with the whole prompt, `sms` with all of the GPU. A point takes `point_s` seconds."""
+    """The points; `chunks` ends with the whole prompt, `sms` with all of the GPU. A point takes `point_s` seconds.
+
+    `sum_tokens` are those whose hidden states are summed over a trainer's ranks: none for one rank.
+    """
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -34,6 +38,8 @@ class Grid:
     sms: tuple[int, ...]
     gemm_tokens: tuple[int, ...]
     attention_tokens: tuple[int, ...]
+    sum_tokens: tuple[int, ...]
+    gpus: int
     point_s: float
 
     @classmethod
@@ -49,19 +55,22 @@ class Grid:
         points = len(batches) * (1 + len(chunks) * len(sms)) + len(chunks)
         each = QUICK_S if quick else min(MOST_S, max(LEAST_S, (seconds - STARTING_S) / points - TURNING_S))
         longest = prompt + job.workload.response_tokens
+        gemm_tokens = tuple(sorted({*GEMM_TOKENS, prompt}))
         return cls(
             batches=batches,
             contexts=tuple(sorted({prompt, longest})),
             chunks=chunks,
             sms=sms,
-            gemm_tokens=tuple(sorted({*GEMM_TOKENS, prompt})),
+            gemm_tokens=gemm_tokens,
             attention_tokens=tuple(sorted({max(256, prompt // 4), prompt, longest})),
+            sum_tokens=gemm_tokens if job.train_tp > 1 else (),
+            gpus=Shape.of(job).gpus,
             point_s=each,
         )
 
     @property
     def figures(self) -> int:
         """How many figures are measured, for a bar."""
-        rates = len(self.gemm_tokens) + len(self.attention_tokens) + 3
+        rates = len(self.gemm_tokens) + len(self.attention_tokens) + len(self.sum_tokens) + 3
         steps = len(self.batches) * len(self.contexts)
         return rates + steps + len(self.chunks) + len(self.batches) * len(self.chunks) * len(self.sms)

@@ -4,6 +4,9 @@ decode side   rates | batch 1  ==== ==== ====..  | batch 4  ==== ====..     begi
 prefix side         | alone ==  |  ==   ==   ==                             begins once a way, ends
                                  a point: both settle, both count from a mark, both are read
 
+A side has a rank on every GPU that is measured. A step and a forward take as long as that of the slowest, and rates are
+the lowest: nobody goes on before the last. Links and memory are measured on all GPUs at once, as a step uses them.
+
 Figures are told as they come. Where it ends early, what is whole is a calibration all the same: all rates, and of the
 surface the batches that are complete.
 """
@@ -11,7 +14,7 @@ surface the batches that are complete.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +23,17 @@ from rollplex.ir.calibration import (
     AloneStep,
     Calibration,
     CoRun,
+    Exchange,
     Link,
     Pages,
     Rate,
     Shape,
     Step,
+    Summed,
     Surface,
 )
 from rollplex.runtime.calibrate.grid import SETTLE_S, Grid
-from rollplex.runtime.calibrate.station import Station
+from rollplex.runtime.calibrate.side import Answer, Side
 
 FORWARDS = 3
 """Prefix forwards that a point counts at least."""
@@ -46,6 +51,7 @@ class Measured:
     hbm_gb_s: float = 0.0
     link: Link | None = None
     pages: Pages | None = None
+    sums: list[Summed] = field(default_factory=list)
     alone: list[AloneChunk] = field(default_factory=list)
     decode: list[AloneStep] = field(default_factory=list)
     rows: list[CoRun] = field(default_factory=list)
@@ -63,7 +69,9 @@ class Measured:
             all_sms=grid.sms[-1], context=grid.contexts[0], decode=tuple(whole), prefix=tuple(self.alone), rows=rows
         )
 
-    def calibration(self, grid: Grid, gpu: str, shape: Shape, device: str, versions: dict[str, str]) -> Calibration:
+    def calibration(
+        self, grid: Grid, gpu: str, shape: Shape, stretches: bool, device: str, versions: dict[str, str]
+    ) -> Calibration:
         """The file's content, once all rates are there."""
         assert self.rates_done, "all rates are there"
         assert self.link, "the link's too"
@@ -79,16 +87,17 @@ class Measured:
             hbm_gb_s=self.hbm_gb_s,
             link=self.link,
             pages=self.pages,
+            exchange=Exchange(stretches=stretches, sums=tuple(self.sums)) if shape.gpus > 1 else None,
             surface=self.surface(grid),
         )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Two stations, what they are asked, and who hears of it; `sleep` is another's in tests."""
+    """Two sides, what they are asked, and who hears of it; `sleep` is another's in tests."""
 
-    decode: Station
-    prefix: Station
+    decode: Side
+    prefix: Side
     grid: Grid
     tell: Tell
     found: Measured = field(default_factory=Measured)
@@ -97,6 +106,7 @@ class Measurement:
     def run(self) -> None:
         """All of it; `found` has what is known whenever it ends."""
         self.rates()
+        self.sums()
         self.steps()
         self.found.rates_done = True
         self.alone()
@@ -105,23 +115,31 @@ class Measurement:
 
     def rates(self) -> None:
         """Of the prefix side's shapes, which are the trainer's; of the GPU and its link."""
-        found, ask = self.found, self.prefix.ask
+        found = self.found
         for kind, rates, points in (
             ("gemm", found.gemm, self.grid.gemm_tokens),
             ("attention", found.attention, self.grid.attention_tokens),
         ):
             for tokens in points:
-                rates.append(Rate(tokens=tokens, tflops=_figure(ask(kind, tokens=tokens)["tflops"])))
+                rates.append(Rate(tokens=tokens, **self._rates(kind, min, tokens=tokens)))
                 self.tell(f"{kind}, {tokens} tokens", f"{rates[-1].tflops:.0f} TFLOP/s")
-        found.hbm_gb_s = _figure(ask("hbm")["gb_s"])
+        found.hbm_gb_s = self._rates("hbm", min)["gb_s"]
         self.tell("HBM, read and written", f"{found.hbm_gb_s:.0f} GB/s")
-        found.link = Link(**{name: _figure(value) for name, value in ask("link").items()})
+        found.link = Link(**self._rates("link", min))
         one_way = f"{found.link.to_device_gb_s:.1f} to the GPU, {found.link.to_host_gb_s:.1f} back"
         self.tell("host link", f"{one_way}, {found.link.both_gb_s:.1f} each way at once, GB/s")
-        found.pages = Pages(**{name: _figure(value) for name, value in ask("pages").items()})
+        found.pages = Pages(**self._rates("pages", max))
         p = found.pages
         told = f"{p.create_s * 1e3:.2f} made, {p.map_s * 1e3:.2f} mapped, {p.unmap_s * 1e3:.2f} let go, ms a GiB"
         self.tell("memory", f"{told}; pinned in {p.pin_s:.2f} s a GiB")
+
+    def sums(self) -> None:
+        """What the trainer's ranks exchange behind a linear, with nothing beside."""
+        for tokens in self.grid.sum_tokens:
+            answers = self.prefix.ask("sum", tokens=tokens)
+            found = Summed(nbytes=answers[0]["nbytes"], seconds=_figure(max(a["seconds"] for a in answers)))
+            self.found.sums.append(found)
+            self.tell(f"sum over ranks, {tokens} tokens", f"{found.seconds * 1e3:.3f} ms")
 
     def steps(self) -> None:
         """Decode steps with nothing beside, every batch at every context."""
@@ -166,23 +184,28 @@ class Measurement:
         alone = next(a.tokens_per_s for a in self.found.alone if a.chunk_tokens == chunk)
         window = max(self.grid.point_s, FORWARDS * chunk / alone * every / sms)
         self.sleep(SETTLE_S)
-        for station in (self.prefix, self.decode):
-            station.ask("mark")
+        for side in (self.prefix, self.decode):
+            side.ask("mark")
         self.sleep(window)
-        step, forward = (_each(station.ask("read")) for station in (self.decode, self.prefix))
+        step, forward = (_slowest(side.ask("read")) for side in (self.decode, self.prefix))
         self.prefix.ask("end")
         return CoRun(batch=batch, chunk_tokens=chunk, sms=sms, step_s=step, tokens_per_s=_figure(chunk / forward))
 
-    def _seconds(self, station: Station, window: float) -> float:
-        """Of what a station does, once, with nothing beside it."""
+    def _seconds(self, side: Side, window: float) -> float:
+        """Of what a side does, once, with nothing beside it."""
         self.sleep(SETTLE_S)
-        station.ask("mark")
+        side.ask("mark")
         self.sleep(window)
-        return _each(station.ask("read"))
+        return _slowest(side.ask("read"))
+
+    def _rates(self, kind: str, worst: Callable[[Iterable[float]], float], **about: Any) -> dict[str, float]:
+        """The worst of what the prefix side's ranks have found."""
+        answers = self.prefix.ask(kind, **about)
+        return {name: _figure(worst(answer[name] for answer in answers)) for name in answers[0]}
 
 
-def _each(read: dict[str, Any]) -> float:
-    return _figure(read["seconds"] / read["count"])
+def _slowest(reads: list[Answer]) -> float:
+    return _figure(max(read["seconds"] / read["count"] for read in reads))
 
 
 def _figure(value: float) -> float:
