@@ -24,16 +24,17 @@ from typer.testing import CliRunner
 from rollplex.backends.cuda.bench import Repeated, serve
 from rollplex.backends.cuda.machine import Card
 from rollplex.backends.cuda.mps import Mps
+from rollplex.backends.cuda.peers import Alone
 from rollplex.backends.cuda.proxy import Proxy, RankShape, ring
 from rollplex.cli import app
 from rollplex.ir.calibration import Shape, read_calibration
 from rollplex.ir.errors import EngineError, JobError, RunError
 from rollplex.ir.job import Job, load_job
-from rollplex.runtime.calibrate import command, station
+from rollplex.runtime.calibrate import command, side
 from rollplex.runtime.calibrate.command import check_gpu, check_job, check_place, check_sms, write_whole, written
 from rollplex.runtime.calibrate.grid import Grid
 from rollplex.runtime.calibrate.measure import Measurement
-from rollplex.runtime.calibrate.station import StationProcess
+from rollplex.runtime.calibrate.side import ProcessSide
 
 JOB = """\
 model: Qwen2.5-VL-3B
@@ -113,22 +114,35 @@ class World:
 
 
 @dataclass
-class FakeStation:
-    """One side of it."""
+class FakeSide:
+    """One side of it. The second of two ranks is a tenth slower at everything; what both do ends with it."""
 
     world: World
     decoding: bool
+    ranks: int = 1
     mark_s: float = 0.0
     tokens: int = 0
 
     @property
-    def facts(self) -> dict[str, Any]:
-        return {"sms": SMS, **FACTS}
+    def facts(self) -> list[dict[str, Any]]:
+        return [{"sms": SMS, **FACTS}] * self.ranks
 
     def wait(self) -> None:
         """It is ready."""
 
-    def ask(self, what: str, **about: Any) -> dict[str, Any]:
+    def ask(self, what: str, **about: Any) -> list[dict[str, Any]]:
+        found = self._answer(what, **about)
+        return [
+            found,
+            *({name: self._slower(name, value) for name, value in found.items()} for _ in range(1, self.ranks)),
+        ]
+
+    def _slower(self, name: str, value: float) -> float:
+        if name in ("count", "nbytes"):
+            return value
+        return value / 1.1 if name.endswith(("tflops", "gb_s")) else 1.1 * value
+
+    def _answer(self, what: str, **about: Any) -> dict[str, Any]:
         world = self.world
         world.asked.append(what)
         if len(world.asked) >= world.fails_at:
@@ -136,6 +150,9 @@ class FakeStation:
         match what:
             case "gemm" | "attention":
                 return {"tflops": 500.123456}
+            case "sum":
+                nbytes = about["tokens"] * 4096
+                return {"nbytes": nbytes, "seconds": 2e-5 + nbytes / 300e9}
             case "hbm":
                 return {"gb_s": 3900.0}
             case "link":
@@ -159,8 +176,8 @@ class FakeStation:
         return {}
 
 
-def measurement(world: World, grid: Grid, told: list[str]) -> Measurement:
-    sides = (FakeStation(world, True), FakeStation(world, False))
+def measurement(world: World, grid: Grid, told: list[str], ranks: int = 1) -> Measurement:
+    sides = (FakeSide(world, True, ranks), FakeSide(world, False, ranks))
     return Measurement(*sides, grid, lambda what, figure: told.append(f"{what}: {figure}"), sleep=world.sleep)
 
 
@@ -214,7 +231,7 @@ def test_the_command_writes_a_file_that_its_job_takes(tmp_path: Path, monkeypatc
     monkeypatch.setattr(command, "driver_version", lambda: "580")
     monkeypatch.setattr(command, "cards", lambda: [Card("0", "GPU-1", "NVIDIA H200", 1 << 30)])
     monkeypatch.setattr(command.Mps, "running", lambda: nullcontext(Mps(tmp_path, "", owned=False)))
-    monkeypatch.setattr(command, "_station", lambda _, name, env: nullcontext(FakeStation(world, name == "decode")))
+    monkeypatch.setattr(command, "_side", lambda _, name, *__: nullcontext(FakeSide(world, name == "decode")))
     monkeypatch.setattr(command, "Measurement", partial(Measurement, sleep=world.sleep))
     path = tmp_path / "job.yaml"
     path.write_text(JOB.replace("host_memory_gb: 128", "host_memory_gb: 128, calibration: h200.json") + SOLVED)
@@ -290,10 +307,10 @@ for line in sys.stdin:
 
 def test_a_station_answers_fails_and_dies() -> None:
     """Each by a message that has what was asked, and the last lines of its log."""
-    with StationProcess.started("prefix", [sys.executable, "-c", ECHO], os.environ) as process:
+    with ProcessSide.started("prefix", {0: [sys.executable, "-c", ECHO]}, os.environ) as process:
         process.wait()
-        assert process.facts == {"sms": 132}
-        assert process.ask("gemm", tokens=5) == {"ask": "gemm", "tokens": 5}
+        assert process.facts == [{"sms": 132}]
+        assert process.ask("gemm", tokens=5) == [{"ask": "gemm", "tokens": 5}]
         with pytest.raises(EngineError, match="the prefix side fail: RuntimeError: CUDA error"):
             process.ask("fail")
         with pytest.raises(EngineError, match="was asked for babble and said 'not json"):
@@ -302,17 +319,17 @@ def test_a_station_answers_fails_and_dies() -> None:
             process.ask("die", x=1)
         with pytest.raises(EngineError, match="has ended before it was asked for gemm"):
             process.ask("gemm")
-    assert process.process.returncode == 3
+    assert process.stations[0].process.returncode == 3
 
 
 def test_a_station_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(station, "ANSWER_S", 0.2)
-    monkeypatch.setattr(station, "END_S", 0.5)
+    monkeypatch.setattr(side, "ANSWER_S", 0.2)
+    monkeypatch.setattr(side, "OTHERS_S", 0.5)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     given_up = pytest.raises(EngineError, match=r"has not answered to be ready for 0\.2 s")
-    with StationProcess.started("decode", command, os.environ) as process, given_up:
+    with given_up, ProcessSide.started("decode", {0: command}, os.environ) as process:
         process.wait()
-    assert process.process.returncode == -9
+    assert process.stations[0].process.returncode == -9
 
 
 class Clock:
@@ -346,7 +363,7 @@ def test_a_bench_works_between_questions() -> None:
     """What was begun is done once at least between a mark and a reading; an unknown question is answered, too."""
     asked = [{"ask": name} for name in ("begin", "mark", "read", "end", "nonsense")]
     answers = io.StringIO()
-    serve(Counted(Clock()), iter([json.dumps(a) for a in asked]), answers)
+    serve(Counted(Alone(), Clock()), iter([json.dumps(a) for a in asked]), answers)
     begun, marked, read, ended, wrong = (json.loads(line) for line in answers.getvalue().splitlines())
     assert (begun, marked, ended) == ({}, {}, {})
     assert read["count"] >= 1

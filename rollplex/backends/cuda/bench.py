@@ -6,8 +6,8 @@
     {"ask": "mark"}   {"ask": "read"}                     {"count": 310, "seconds": 1.501}
 
 What is begun goes on between questions: a decode step or a prefix forward a time, each until the GPU is done with it;
-questions are answered between two of them, at the same one by all ranks that cut a model (peers.py). Errors are answers:
-{"error": "RuntimeError: CUDA error: .."}, with "peer" where another rank is to blame.
+questions are answered between two of them, at the same one by all ranks that cut a model (peers.py). Errors are
+answers: {"error": "RuntimeError: CUDA error: ..", "peer": false}; "peer" is true where another rank is to blame.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ prefix   hidden [tokens, h]  ->  the same, attention causal over the tokens them
 ranks    behind o and down their parts are summed (peers.py); with stretches of tokens gathered in front of QKV, gate/up
 ring     layer 0 1 2 .. 11 0 1 2 ..       as many layers have weights, keys and values of their own as there is room for
 
-It is honest about kernels and bytes, not about an engine: nothing is scheduled or sampled, the responses of a group share no pages,
-a chunk attends to itself alone, no vision tower runs, and a rank's logits stay with it.
+It is honest about kernels and bytes, not about an engine: nothing is scheduled or sampled, the responses of a group
+share no pages, a chunk attends to itself alone, no vision tower runs, and logits stay with the rank that has them.
 """
 
 from __future__ import annotations

@@ -114,19 +114,20 @@ def check_place(out: Path) -> None:
 
 def check_gpus(job: Job, found: Sequence[Card]) -> tuple[str, tuple[int, ...]]:
     """The job's GPU type, and the CUDA devices that its ranks are measured on; RunError where they are not here."""
-    gpu, count = check_gpu(job, found[0].name if found else ""), Shape.of(job).gpus
+    count = Shape.of(job).gpus
     devices = tuple(cuda_device(job, i) for i in range(count))
+    told = ", ".join(map(str, devices))
     needs = f"TP {job.train_tp} trains and TP {job.rollout_tp} rolls out: {count} GPUs are measured together"
-    hint = "a machine with as many, run.devices, CUDA_VISIBLE_DEVICES, or a smaller tensor_parallel"
     if len(set(devices)) < count:
-        what = f"{needs}, and run.devices has {', '.join(map(str, devices))}: a GPU for each rank"
-        raise RunError(what, where="run.devices", hint="leave run.devices out, or name a GPU once")
+        hint = "leave run.devices out, or name a GPU once"
+        raise RunError(f"{needs}, and run.devices names {told}: each rank has its own", where="run.devices", hint=hint)
     for device in devices:
-        if device >= len(found):
-            what = f"{needs}, CUDA devices {', '.join(map(str, devices))}, and this machine has {len(found)}"
+        if found and device >= len(found):
+            hint = "a machine with as many, run.devices, CUDA_VISIBLE_DEVICES, or a smaller tensor_parallel"
+            what = f"{needs}, CUDA devices {told}, and CUDA sees {len(found)} here"
             raise RunError(what, where="GPU", hint=hint)
-        check_gpu(job, found[device].name)
-    return gpu, devices
+        check_gpu(job, found[device].name if found else "")
+    return job.device.name, devices
 
 
 def check_gpu(job: Job, found: str) -> str:

@@ -1,0 +1,257 @@
+"""A calibration of ranks that cut one model: they exchange as engines do, turn together, and none waits for a dead one.
+
+GPU 0   prefix 0 of 2    decode 0 of 1       here: processes on the CPU, joined by gloo
+GPU 1   prefix 1 of 2    decode 0 of 1
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from bench_on_cpu import ENVIRONMENT, PATIENCE, SMS, command
+from processes import ranks
+from torch import Tensor
+
+from rollplex.backends.cuda.machine import Card
+from rollplex.backends.cuda.peers import Peers
+from rollplex.backends.cuda.proxy import Proxy, RankShape
+from rollplex.ir.calibration import Shape
+from rollplex.ir.errors import EngineError, RunError
+from rollplex.ir.job import Job, load_job
+from rollplex.runtime.calibrate import side
+from rollplex.runtime.calibrate.command import check_gpus, posts
+from rollplex.runtime.calibrate.grid import Grid
+from rollplex.runtime.calibrate.measure import Measurement
+from rollplex.runtime.calibrate.side import ProcessSide
+
+JOB = """\
+model: Qwen2.5-VL-3B
+cluster: {gpu: H200, gpus_per_node: 2, host_memory_gb: 256}
+roles:
+  actor:
+    train: {engine: megatron, tensor_parallel: 2}
+    rollout: {engine: vllm, kv_cache_gib: 20}
+workload: {prompts: 4, group: 8, prompt_tokens: 6000, response_tokens: 512}
+"""
+MATCHED = "roles.actor.rollout.tensor_parallel=2"
+WHOLE = "roles.actor.train.sequence_parallel=false"
+
+
+def job_of(folder: Path, *overrides: str) -> Job:
+    path = folder / "job.yaml"
+    path.write_text(JOB)
+    return load_job(path, overrides)
+
+
+# ---- what ranks exchange
+
+CUT = RankShape(3, 16, 2, 1, 8, 12, 32, torch.float64)
+FULL = replace(CUT, heads=4, kv_heads=2, ffn=24, vocab=64)
+CPU = torch.device("cpu")
+
+
+def cut(whole: Proxy, rank: int) -> list[dict[str, Tensor]]:
+    """Megatron's parts of all weights: heads, and columns of the feed-forward layer."""
+    own = slice(2 * 8 * rank, 2 * 8 * (rank + 1))
+    rows = {"q": own, "k": slice(32 + 8 * rank, 40 + 8 * rank), "v": slice(48 + 8 * rank, 56 + 8 * rank)}
+    gate, up = slice(12 * rank, 12 * rank + 12), slice(24 + 12 * rank, 36 + 12 * rank)
+    return [
+        {
+            "qkv": torch.cat([layer["qkv"][rows[part]] for part in "qkv"]),
+            "o": layer["o"][:, own].contiguous(),
+            "gate_up": torch.cat([layer["gate_up"][gate], layer["gate_up"][up]]),
+            "down": layer["down"][:, gate].contiguous(),
+        }
+        for layer in whole.weights
+    ]
+
+
+def forward(tokens: int, pieces: int) -> tuple[Tensor, Tensor]:
+    """(what one rank of the default group computes and gathers, what the whole model computes), [tokens, 16]."""
+    torch.manual_seed(0)
+    whole, rank = Proxy(FULL, CPU, 1e9), torch.distributed.get_rank()
+    hidden, exchange = whole.hidden(tokens), Peers(2, pieces)
+    part = Proxy(CUT, CPU, 1e9, exchange=exchange)
+    part.weights = cut(whole, rank)
+    own = hidden.chunk(pieces)[rank] if pieces > 1 else hidden
+    return exchange.gathered(part.prefix(own)), whole.prefix(hidden)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_ranks_compute_what_the_whole_model_does(pieces: int) -> None:
+    """By all-reduce, and by reduce-scatter and all-gather of stretches: the same hidden states on every rank."""
+    for found, expected in ranks(2).run(forward, 10, pieces):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def decoded() -> tuple[Tensor, Tensor]:
+    """(logits of one rank's rows, the same rows of the whole model's), [3, 32]."""
+    torch.manual_seed(0)
+    whole, rank = Proxy(FULL, CPU, 1e9, decoding=True), torch.distributed.get_rank()
+    cache, hidden = whole.cache(3, 5, 1e9), whole.hidden(3)
+    part = Proxy(CUT, CPU, 1e9, decoding=True, exchange=Peers(2, 1))
+    assert whole.head is not None
+    part.weights, part.head = cut(whole, rank), whole.head[32 * rank : 32 * rank + 32]
+    own = [(k[:, rank : rank + 1].clone(), v[:, rank : rank + 1].clone()) for k, v in cache]
+    return part.decode(hidden, own), whole.decode(hidden, cache)[:, 32 * rank : 32 * rank + 32]
+
+
+@pytest.mark.processes
+def test_ranks_decode_what_the_whole_model_does() -> None:
+    for found, expected in ranks(2).run(decoded):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def compared(pieces: int) -> tuple[list[int], int]:
+    """What ranks agree on that have heard different numbers of questions, and how often each turned."""
+    turns: list[int] = []
+    exchange, rank = Peers(2, pieces), torch.distributed.get_rank()
+    heard = [(0, 0), (1, 0), (2, 1), (1, 1)]
+    return [exchange.agreed(h[rank], lambda: turns.append(1)) for h in heard], len(turns)
+
+
+@pytest.mark.processes
+def test_ranks_answer_what_all_have_heard() -> None:
+    """None answers, and ends its work, while another begins a turn that needs it."""
+    assert ranks(2).run(compared, 1) == [([0, 0, 1, 1], 4)] * 2
+
+
+# ---- who is where
+
+
+def test_a_side_has_a_rank_on_every_gpu(tmp_path: Path) -> None:
+    """Two engines of one rank beside a trainer of two; one engine of two where rollout is cut as well."""
+    job = job_of(tmp_path, "run.devices=[3,1]")
+    prefix, decode = (list(posts(job, name, (3, 1), tmp_path)) for name in ("prefix", "decode"))
+    assert [(p.gpu, p.rank, p.tp, p.stretches) for p in prefix] == [(3, 0, 2, True), (1, 1, 2, True)]
+    assert {p.meeting for p in prefix} == {str(tmp_path / "prefix-0")}
+    assert [(p.gpu, p.rank, p.tp, p.stretches) for p in decode] == [(3, 0, 1, False), (1, 0, 1, False)]
+    matched = list(posts(job_of(tmp_path, MATCHED, WHOLE), "decode", (0, 1), tmp_path))
+    assert [(p.rank, p.tp, p.meeting) for p in matched] == [(r, 2, str(tmp_path / "decode-0")) for r in (0, 1)]
+    assert not any(p.stretches for p in posts(job_of(tmp_path, WHOLE), "prefix", (0, 1), tmp_path))
+
+
+def card(name: str = "NVIDIA H200") -> Card:
+    return Card("0", "GPU-1", name, 1 << 30)
+
+
+def test_gpus_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    assert check_gpus(job, [card(), card(), card()]) == ("H200", (0, 1))
+    assert check_gpus(job_of(tmp_path, "run.devices=[2,0]"), [card(), card("NVIDIA L40"), card()]) == ("H200", (2, 0))
+    with pytest.raises(RunError) as caught:
+        check_gpus(job, [card()])
+    assert str(caught.value) == (
+        "GPU: TP 2 trains and TP 1 rolls out: 2 GPUs are measured together, CUDA devices 0, 1, and CUDA sees 1 here\n"
+        "    try: a machine with as many, run.devices, CUDA_VISIBLE_DEVICES, or a smaller tensor_parallel"
+    )
+    with pytest.raises(RunError, match="the job's GPU is H200, this machine has NVIDIA H100"):
+        check_gpus(job, [card(), card("NVIDIA H100 80GB HBM3")])
+    with pytest.raises(RunError, match="this machine has no GPU that CUDA sees"):
+        check_gpus(job, [])
+    with pytest.raises(RunError) as caught:
+        check_gpus(job_of(tmp_path, "run.devices=[0,0]"), [card(), card()])
+    assert str(caught.value) == (
+        "run.devices: TP 2 trains and TP 1 rolls out: 2 GPUs are measured together, and run.devices names 0, 0: each rank "
+        "has its own\n    try: leave run.devices out, or name a GPU once"
+    )
+
+
+# ---- processes
+
+SMALL = Shape(
+    layers=2, hidden=16, ffn=32, heads=4, kv_heads=2, head_dim=8, vocab=64, dtype="float32", train_tp=2, rollout_tp=1
+)
+GRID = Grid((2,), (8,), (12,), (SMS,), (4,), (4,), (4, 12), 2, 0.2)
+
+
+@contextmanager
+def started(job: Job, folder: Path, **environment: str) -> Iterator[dict[str, ProcessSide]]:
+    with ExitStack() as stack:
+        found: dict[str, ProcessSide] = {}
+        for name in ("decode", "prefix"):
+            told = (p.model_copy(update={"shape": SMALL}) for p in posts(job, name, (0, 1), folder))
+            commands = {p.gpu: command(p) for p in told}
+            found[name] = stack.enter_context(ProcessSide.started(name, commands, {**ENVIRONMENT, **environment}))
+        for one in found.values():
+            one.wait()
+        yield found
+
+
+def gone(sides: dict[str, ProcessSide]) -> bool:
+    return not any(psutil.pid_exists(s.process.pid) for one in sides.values() for s in one.stations)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("overrides", [(), (MATCHED, WHOLE)], ids=["2 to 1", "2 to 2"])
+def test_two_processes_measure_a_point_together(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """Joined ranks count the same forwards between a mark and a reading; a point is the slowest rank's."""
+    told: list[str] = []
+    with started(job_of(tmp_path, *overrides), tmp_path) as sides:
+        assert [f["device"] for f in sides["prefix"].facts] == ["CPU 0", "CPU 1"]
+        run = Measurement(sides["decode"], sides["prefix"], GRID, lambda what, figure: told.append(f"{what}: {figure}"))
+        run.sums()
+        run.alone()
+        run.at(2)
+        assert [s.nbytes for s in run.found.sums] == [4 * 16 * 4, 12 * 16 * 4]
+        assert all(0 < s.seconds < 1 for s in run.found.sums)
+        (row,) = run.found.rows
+        assert (row.batch, row.chunk_tokens, row.sms) == (2, 12, SMS)
+        assert 0 < row.step_s < 0.2
+        assert 0 < row.tokens_per_s < 1e6
+        joined = sides["prefix"]
+        joined.ask("prefix", tokens=11, sms=0)  # one token more makes two stretches of six
+        joined.ask("mark")
+        time.sleep(0.2)
+        first, second = joined.ask("read")
+        assert first["count"] == second["count"] > 1
+        joined.ask("end")
+    assert gone(sides)
+    assert all(s.process.returncode == 0 for one in sides.values() for s in one.stations)
+    assert any(line.startswith("batch 2 beside chunks of 12 without a partition") for line in told)
+
+
+@pytest.mark.processes
+def test_a_rank_that_dies_in_a_point_ends_the_calibration(tmp_path: Path) -> None:
+    """It is told by name, though its peer fails too, in the collective; nobody is left, and soon."""
+    with started(job_of(tmp_path), tmp_path) as sides:
+        victim = sides["prefix"].stations[1].process
+
+        def sleep(seconds: float) -> None:
+            if run.found.alone:  # in the point, not before
+                os.kill(victim.pid, signal.SIGKILL)
+            time.sleep(seconds)
+
+        run = Measurement(sides["decode"], sides["prefix"], GRID, lambda what, figure: None, sleep=sleep)
+        run.alone()
+        began = time.monotonic()
+        with pytest.raises(EngineError) as caught:
+            run.at(2)
+    assert "the prefix side of GPU 1 has ended" in str(caught.value)
+    assert "GPU 0" not in str(caught.value)
+    assert time.monotonic() - began < side.OTHERS_S + side.END_S
+    assert gone(sides)
+
+
+@pytest.mark.processes
+def test_a_rank_that_stands_still_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peer gives up first, and says that it waited: who says nothing is to blame."""
+    monkeypatch.setattr(side, "OTHERS_S", 1.0)
+    with (
+        pytest.raises(EngineError, match=r"the prefix side of GPU 0 has not answered mark for \d"),
+        started(job_of(tmp_path), tmp_path, **{PATIENCE: "2"}) as sides,
+    ):
+        sides["prefix"].ask("prefix", tokens=12, sms=0)
+        os.kill(sides["prefix"].stations[0].process.pid, signal.SIGSTOP)
+        sides["prefix"].ask("mark")
+    assert gone(sides)
