@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from rollplex.backends.cuda import peers
 from rollplex.backends.cuda.bench import run
 from rollplex.backends.cuda.post import Post
 
 ROOT = Path(__file__).parent.parent
-PATIENCE = "BENCH_PATIENCE_S"
 ENVIRONMENT: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SMS = 132
 
@@ -62,5 +60,4 @@ class Cpu:
 
 
 if __name__ == "__main__":
-    peers.PATIENCE_S = float(os.environ.get(PATIENCE, peers.PATIENCE_S))
     run(Post.model_validate_json(sys.argv[1]), Cpu)

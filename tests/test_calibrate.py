@@ -254,6 +254,31 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
         write_whole(tmp_path / "none" / "x.json", "a")
 
 
+def test_the_slowest_rank_is_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks the second is a tenth slower: rates are its, and what is summed over them is in the file."""
+    monkeypatch.setattr(command, "driver_version", lambda: "580")
+    cut = ("cluster.gpus_per_node=2", "roles.actor.train.tensor_parallel=2")
+    job, told = job_of(tmp_path, *cut), []
+    grid = Grid.of(job, SMS)
+    run = measurement(World(), grid, told, ranks=2)
+    with written(run.found, grid, "H200", job, FACTS, tmp_path / "h200.json"):
+        run.run()
+    assert len(told) == grid.figures
+    assert grid.sum_tokens == grid.gemm_tokens
+    found = read_calibration(tmp_path / "h200.json")
+    assert found.gemm_flops_per_s(2048) == pytest.approx(500.123456e12 / 1.1, rel=1e-4)
+    assert found.link.both_gb_s == pytest.approx(50.5 / 1.1, rel=1e-4)
+    assert found.pages.map_s == pytest.approx(2.2e-4)
+    assert found.step_s(16, 6000) == pytest.approx(1.1 * 4.8e-3)
+    assert found.exchange
+    assert found.exchange.stretches
+    assert found.exchange.sum_s(6000 * 4096) == pytest.approx(1.1 * (2e-5 + 6000 * 4096 / 300e9), rel=1e-4)
+    assert "sum over ranks, 6000 tokens: 0.112 ms" in told
+    assert found.surface
+    assert found.surface.decode[0].seconds == pytest.approx(1.1 * 4.05e-3)
+    assert load_job(tmp_path / "job.yaml", [*cut, "cluster.calibration=h200.json", "sharing.kind=solved"])
+
+
 # ---- what is refused
 
 
@@ -324,10 +349,10 @@ def test_a_station_answers_fails_and_dies() -> None:
 
 def test_a_station_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side, "ANSWER_S", 0.2)
-    monkeypatch.setattr(side, "OTHERS_S", 0.5)
+    monkeypatch.setattr(side, "END_S", 0.5)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     given_up = pytest.raises(EngineError, match=r"has not answered to be ready for 0\.2 s")
-    with given_up, ProcessSide.started("decode", {0: command}, os.environ) as process:
+    with ProcessSide.started("decode", {0: command}, os.environ) as process, given_up:
         process.wait()
     assert process.stations[0].process.returncode == -9
 

@@ -7,7 +7,9 @@ GPU 1   prefix 1 of 2    decode 0 of 1
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from bench_on_cpu import ENVIRONMENT, PATIENCE, SMS, command
+from bench_on_cpu import ENVIRONMENT, SMS, command
 from processes import ranks
 from torch import Tensor
 
@@ -32,6 +34,7 @@ from rollplex.runtime.calibrate.command import check_gpus, posts
 from rollplex.runtime.calibrate.grid import Grid
 from rollplex.runtime.calibrate.measure import Measurement
 from rollplex.runtime.calibrate.side import ProcessSide
+from rollplex.runtime.calibrate.station import GONE_S
 
 JOB = """\
 model: Qwen2.5-VL-3B
@@ -162,9 +165,41 @@ def test_gpus_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         check_gpus(job_of(tmp_path, "run.devices=[0,0]"), [card(), card()])
     assert str(caught.value) == (
-        "run.devices: TP 2 trains and TP 1 rolls out: 2 GPUs are measured together, and run.devices names 0, 0: each rank "
-        "has its own\n    try: leave run.devices out, or name a GPU once"
+        "run.devices: TP 2 trains and TP 1 rolls out: 2 GPUs are measured together, and run.devices names 0, 0: "
+        "each rank has its own\n    try: leave run.devices out, or name a GPU once"
     )
+
+
+# ---- who is to blame
+
+PART = """\
+import json, sys, time
+print("{}", flush=True)
+for line in sys.stdin:
+    if sys.argv[1] == "waits": time.sleep(60)
+    print(json.dumps({"error": sys.argv[1], "peer": sys.argv[1] == "lost"}), flush=True)
+"""
+BLAMED = {
+    ("waits", "fails"): r"the prefix side of GPU 5 x: fails\n    try.*\n"
+    r"meanwhile: the prefix side of GPU 3 has not answered x for 0\.\d+ s$",
+    ("lost", "fails"): r"the prefix side of GPU 5 x: fails\n    try.*$",
+    ("lost", "waits"): r"the prefix side of GPU 5 has not answered x for 0\.\d+ s\n    try.*$",
+    ("fails", "fails"): r"(calibrate: the prefix side of GPU [35] x: fails\n    try.*\n?){2}$",
+    ("lost", "lost"): r"(calibrate: the prefix side of GPU [35] x: lost\n    try.*\n?){2}$",
+}
+
+
+@pytest.mark.parametrize("does", BLAMED, ids=" ".join)
+def test_who_is_to_blame_is_told(does: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that failed by themselves; else those that say nothing; else those that lost another."""
+    monkeypatch.setattr(side, "OTHERS_S", 0.3)
+    commands = {gpu: [sys.executable, "-c", PART, what] for gpu, what in zip((3, 5), does, strict=True)}
+    with ProcessSide.started("prefix", commands, os.environ) as prefix:
+        prefix.wait()
+        monkeypatch.setattr(side, "END_S", 0.1)
+        with pytest.raises(EngineError) as caught:
+            prefix.ask("x")
+    assert re.match("(calibrate: )?" + BLAMED[does], str(caught.value))
 
 
 # ---- processes
@@ -176,30 +211,29 @@ GRID = Grid((2,), (8,), (12,), (SMS,), (4,), (4,), (4, 12), 2, 0.2)
 
 
 @contextmanager
-def started(job: Job, folder: Path, **environment: str) -> Iterator[dict[str, ProcessSide]]:
+def started(job: Job, folder: Path) -> Iterator[tuple[ProcessSide, ProcessSide]]:
+    """Both sides, decode and prefix; none of their processes is left."""
     with ExitStack() as stack:
-        found: dict[str, ProcessSide] = {}
+        found: list[ProcessSide] = []
         for name in ("decode", "prefix"):
             told = (p.model_copy(update={"shape": SMALL}) for p in posts(job, name, (0, 1), folder))
-            commands = {p.gpu: command(p) for p in told}
-            found[name] = stack.enter_context(ProcessSide.started(name, commands, {**ENVIRONMENT, **environment}))
-        for one in found.values():
+            found.append(stack.enter_context(ProcessSide.started(name, {p.gpu: command(p) for p in told}, ENVIRONMENT)))
+        for one in found:
             one.wait()
-        yield found
+        yield found[0], found[1]
+    assert not any(psutil.pid_exists(s.process.pid) for one in found for s in one.stations)
 
 
-def gone(sides: dict[str, ProcessSide]) -> bool:
-    return not any(psutil.pid_exists(s.process.pid) for one in sides.values() for s in one.stations)
+def untold(what: str, figure: str) -> None:
+    """Nobody hears of it."""
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("overrides", [(), (MATCHED, WHOLE)], ids=["2 to 1", "2 to 2"])
-def test_two_processes_measure_a_point_together(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    """Joined ranks count the same forwards between a mark and a reading; a point is the slowest rank's."""
-    told: list[str] = []
-    with started(job_of(tmp_path, *overrides), tmp_path) as sides:
-        assert [f["device"] for f in sides["prefix"].facts] == ["CPU 0", "CPU 1"]
-        run = Measurement(sides["decode"], sides["prefix"], GRID, lambda what, figure: told.append(f"{what}: {figure}"))
+def test_two_processes_measure_a_point_together(tmp_path: Path) -> None:
+    """Ranks of a trainer, each beside an engine: they count the same forwards between a mark and a reading."""
+    with started(job_of(tmp_path), tmp_path) as (decode, prefix):
+        assert [f["device"] for f in prefix.facts] == ["CPU 0", "CPU 1"]
+        run = Measurement(decode, prefix, GRID, untold)
         run.sums()
         run.alone()
         run.at(2)
@@ -207,51 +241,38 @@ def test_two_processes_measure_a_point_together(tmp_path: Path, overrides: tuple
         assert all(0 < s.seconds < 1 for s in run.found.sums)
         (row,) = run.found.rows
         assert (row.batch, row.chunk_tokens, row.sms) == (2, 12, SMS)
-        assert 0 < row.step_s < 0.2
+        assert 0 < row.step_s < 1
         assert 0 < row.tokens_per_s < 1e6
-        joined = sides["prefix"]
-        joined.ask("prefix", tokens=11, sms=0)  # one token more makes two stretches of six
-        joined.ask("mark")
-        time.sleep(0.2)
-        first, second = joined.ask("read")
+        prefix.ask("prefix", tokens=11, sms=0)  # one token more makes two stretches of six
+        prefix.ask("mark")
+        time.sleep(0.3)
+        first, second = prefix.ask("read")
         assert first["count"] == second["count"] > 1
-        joined.ask("end")
-    assert gone(sides)
-    assert all(s.process.returncode == 0 for one in sides.values() for s in one.stations)
-    assert any(line.startswith("batch 2 beside chunks of 12 without a partition") for line in told)
+        prefix.ask("end")
+    assert all(s.process.returncode == 0 for s in (*decode.stations, *prefix.stations))
 
 
 @pytest.mark.processes
-def test_a_rank_that_dies_in_a_point_ends_the_calibration(tmp_path: Path) -> None:
-    """It is told by name, though its peer fails too, in the collective; nobody is left, and soon."""
-    with started(job_of(tmp_path), tmp_path) as sides:
-        victim = sides["prefix"].stations[1].process
+def test_a_rank_that_dies_or_stands_still_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a point, though its peer fails too, in the collective; here engines have two ranks as well."""
+    with started(job_of(tmp_path, MATCHED, WHOLE), tmp_path) as (decode, prefix):
+        victim = prefix.stations[1].process
+        run = Measurement(decode, prefix, GRID, untold)
+        run.alone()
+        run.at(2)
 
-        def sleep(seconds: float) -> None:
-            if run.found.alone:  # in the point, not before
-                os.kill(victim.pid, signal.SIGKILL)
+        def killed(seconds: float) -> None:
+            os.kill(victim.pid, signal.SIGKILL)
             time.sleep(seconds)
 
-        run = Measurement(sides["decode"], sides["prefix"], GRID, lambda what, figure: None, sleep=sleep)
-        run.alone()
         began = time.monotonic()
         with pytest.raises(EngineError) as caught:
-            run.at(2)
-    assert "the prefix side of GPU 1 has ended" in str(caught.value)
-    assert "GPU 0" not in str(caught.value)
-    assert time.monotonic() - began < side.OTHERS_S + side.END_S
-    assert gone(sides)
-
-
-@pytest.mark.processes
-def test_a_rank_that_stands_still_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its peer gives up first, and says that it waited: who says nothing is to blame."""
-    monkeypatch.setattr(side, "OTHERS_S", 1.0)
-    with (
-        pytest.raises(EngineError, match=r"the prefix side of GPU 0 has not answered mark for \d"),
-        started(job_of(tmp_path), tmp_path, **{PATIENCE: "2"}) as sides,
-    ):
-        sides["prefix"].ask("prefix", tokens=12, sms=0)
-        os.kill(sides["prefix"].stations[0].process.pid, signal.SIGSTOP)
-        sides["prefix"].ask("mark")
-    assert gone(sides)
+            replace(run, sleep=killed)._point(2, 12, SMS)
+        assert "the prefix side of GPU 1 has ended" in str(caught.value)
+        assert "GPU 0" not in str(caught.value)
+        assert time.monotonic() - began < side.OTHERS_S + GONE_S
+        monkeypatch.setattr(side, "ANSWER_S", 2.0)
+        os.kill(decode.stations[0].process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match=r"the decode side of GPU 0 has not answered mark for 2 s"):
+            decode.ask("mark")
+        monkeypatch.setattr(side, "END_S", 1.0)
