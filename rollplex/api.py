@@ -220,7 +220,7 @@ def calibrate(
     tell: Tell,
     begin: Callable[[Grid], None],
 ) -> Calibration:
-    """Measure this machine's GPU for a job and write the file that its `cluster.calibration` names.
+    """Measure this machine's GPUs for a job and write the file that its `cluster.calibration` names.
 
     What the job says of an earlier calibration, and of sharing that needs one, is left aside. Raises RollplexError.
     """

@@ -181,7 +181,10 @@ def calibrate(
     seconds: Annotated[float | None, typer.Option(min=1.0, help="about how long it may take (default: 240)")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="few points, a minute in all")] = False,
 ) -> None:
-    """Measure this machine's GPU at a job's shapes: rates, and decode and prefixes beside each other."""
+    """Measure this machine's GPU at a job's shapes: rates, and decode and prefixes beside each other.
+
+    Ranks that cut a model are measured together, each on a GPU of its own.
+    """
     from rollplex.watch import CalibrationWatch
 
     with CalibrationWatch(terminal.out()) as watch:

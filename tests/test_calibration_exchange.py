@@ -11,15 +11,22 @@ from typing import Any
 
 import pytest
 from mutants.plans import CALIBRATED, SOLVED
+from mutants.sharing import with_policy
 
+from rollplex import api
 from rollplex.ir.calibration import Exchange, Summed, parse_calibration, read_calibration
+from rollplex.ir.check.facts import Facts
+from rollplex.ir.check.sharing import exchanged_s
+from rollplex.ir.checker import check_plan
 from rollplex.ir.errors import JobError
 from rollplex.ir.job import Job, load_job
+from rollplex.ir.plan import Plan
 from rollplex.ir.work import role_work
 from rollplex.passes.costs import Costs
 from rollplex.passes.work import decoded_bytes
 
 TWO = ("cluster.gpus_per_node=2", "roles.actor.train.tensor_parallel=2", "roles.reference.score.tensor_parallel=2")
+KEYS = (*TWO, "cluster.calibration=two.json")
 MATCHED = "roles.actor.rollout.tensor_parallel=2"
 SIZES = (1 << 20, 16 << 20, 64 << 20)
 
@@ -40,7 +47,7 @@ def exchange(*sizes: int, stretches: bool = True) -> dict[str, Any]:
 def job_of(folder: Path, data: dict[str, Any], *overrides: str) -> Job:
     (folder / "two.json").write_text(json.dumps(data))
     (folder / "job.yaml").write_text(SOLVED)
-    return load_job(folder / "job.yaml", [*TWO, "cluster.calibration=two.json", *overrides])
+    return load_job(folder / "job.yaml", [*KEYS, *overrides])
 
 
 # ---- the figure
@@ -79,6 +86,43 @@ def test_a_measured_step_has_its_ranks_sums_already(tmp_path: Path) -> None:
     assert costs.measured
     steps = [costs.measured.step_s(live, 6000) for _, live in first]
     assert 0.9 < sum(s for s, _ in first) / (sum(steps) / len(steps) * 1185) < 1.2
+
+
+# ---- in a plan
+
+
+def compiled(folder: Path, data: dict[str, Any]) -> Plan:
+    job_of(folder, data)
+    return api.compile_files("examples/grpo.py", folder / "job.yaml", [*KEYS, "workload.prompts=16"]).plan
+
+
+def with_exchange(plan: Plan, exchange: dict[str, Any]) -> Plan:
+    """The plan of a job with other sums, its table still said to rest on the job's file."""
+    cluster = plan.job["cluster"]
+    other = {**cluster["calibration"], "exchange": exchange}
+    found = plan.model_copy(update={"job": {**plan.job, "cluster": {**cluster, "calibration": other}}})
+    return with_policy(found, surface=parse_calibration(other, "two.json").digest)
+
+
+def test_the_checker_sums_up_what_ranks_exchange(tmp_path: Path) -> None:
+    """16 prompts, two roles, two sums in each of 36 layers: prefixes take no less, and a file of others is seen."""
+    plan = compiled(tmp_path, file_of(exchange(*SIZES), train_tp=2))
+    assert not check_plan(plan)
+    least, prefix_s = 16 * 2 * 36 * 2 * summed_s(6000 * 2048 * 2), plan.summary.times.prefix_s
+    job = load_job(tmp_path / "job.yaml", [*KEYS, "workload.prompts=16"])
+    assert exchanged_s(Facts(plan), job) == pytest.approx(least)
+    assert least < prefix_s
+    slow = exchange(*SIZES)
+    times = prefix_s / least
+    for by, found in ((0.999 * times, []), (1.001 * times, ["sharing"])):
+        slow["sums"] = [{**row, "seconds": by * row["seconds"]} for row in exchange(*SIZES)["sums"]]
+        assert [v.kind for v in check_plan(with_exchange(plan, slow))] == found
+    (seen,) = check_plan(with_exchange(plan, slow))
+    assert seen.what == (
+        f"its prefixes take {prefix_s:.6f} s, what their ranks exchange was measured to take {1.001 * prefix_s:.6f} s"
+    )
+    unnamed = with_policy(with_exchange(plan, slow), surface=plan.summary.policy.surface)
+    assert any("the job's calibration is another" in v.what for v in check_plan(unnamed))
 
 
 # ---- who takes the file

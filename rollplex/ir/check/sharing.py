@@ -2,6 +2,8 @@
 
 row  at most 24 decode, prefixes of 6000 tokens on 80 SMs      alone 8.0 s  decode 11.3 s  hidden 6.1 s
      the surface at 24, 6000, 80: 1.41 times as slow, 0.54 of the rate      8.0 x 1.41     8.0 x 1.41 x 0.54
+
+Where ranks cut a model, prefixes take no less than what they exchange, which was measured too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.job import Job
 from rollplex.ir.planned_sharing import PolicyRow
+from rollplex.ir.work import role_work
 
 ROUNDED_S = 1e-4
 """Rows are rounded to a microsecond, and summed up."""
@@ -36,7 +39,7 @@ def check_sharing(facts: Facts, job: Job) -> Iterator[Violation]:
     if wrong := list(_form(job, surface, policy.rows)):
         yield from wrong
         return
-    yield from _seconds(facts, surface, surface.whole(job.workload.typical_prompt) or 0)
+    yield from _seconds(facts, job, surface, surface.whole(job.workload.typical_prompt) or 0)
 
 
 def _wrong(what: str) -> Violation:
@@ -69,7 +72,7 @@ def _form(job: Job, surface: Surface, rows: Sequence[PolicyRow]) -> Iterator[Vio
             yield _wrong(f"{what}prefixes run whole, {chunk} tokens, on one of {sorted(legal)} SMs")
 
 
-def _seconds(facts: Facts, surface: Surface, chunk: int) -> Iterator[Violation]:
+def _seconds(facts: Facts, job: Job, surface: Surface, chunk: int) -> Iterator[Violation]:
     """Rows have the surface's seconds and add up to the step's; neither MPS default nor a change of a row is better."""
     times, policy = facts.plan.summary.times, facts.plan.summary.policy
     rows, prefix_s = policy.rows, times.prefix_s
@@ -81,6 +84,10 @@ def _seconds(facts: Facts, surface: Surface, chunk: int) -> Iterator[Violation]:
         if _apart(row.decode_s, decode_s) or _apart(row.hidden_s, hidden_s):
             what = f"at most {row.live_at_most}: decode {row.decode_s:.6f} s, {row.hidden_s:.6f} s hidden; "
             yield _wrong(f"{what}the surface gives {decode_s:.6f} s and {hidden_s:.6f} s")
+    if prefix_s < (least := exchanged_s(facts, job)) - ROUNDED_S:
+        yield _wrong(
+            f"its prefixes take {prefix_s:.6f} s, what their ranks exchange was measured to take {least:.6f} s"
+        )
     own = both_s(surface, rows, prefix_s, ways)
     mps = both_s(surface, rows, prefix_s, [(chunk, surface.all_sms)] * len(rows))
     if policy.kind != "solved":
@@ -93,6 +100,19 @@ def _seconds(facts: Facts, surface: Surface, chunk: int) -> Iterator[Violation]:
         if (least := both_s(surface, rows, prefix_s, better)) < own - ROUNDED_S:
             yield _wrong(f"it takes {own:.6f} s; another table, {_told(ways, better)}, takes {least:.6f} s")
             return
+
+
+def exchanged_s(facts: Facts, job: Job) -> float:
+    """Seconds in which prefixes only sum hidden states behind `o` and `down`, for roles cut as the policy's trainer."""
+    measured, seconds = job.cluster.calibration, 0.0
+    if measured is None or measured.exchange is None or not measured.exchange.sums:
+        return seconds
+    for role in (r for r in job.roles if f"P1 prefix-{r}" in facts.windows):
+        work = role_work(job, role)
+        if (work.tp, work.pp, work.cp) == (measured.shape.train_tp, 1, 1):
+            nbytes = job.workload.typical_prompt * work.spec.hidden * work.itemsize
+            seconds += job.prefixes_of(role) * 2 * work.spec.layers * measured.exchange.sum_s(nbytes)
+    return seconds
 
 
 def replay(
