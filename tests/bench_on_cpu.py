@@ -1,6 +1,6 @@
 """A process of a calibration whose machine is the CPU: a layer's kernels run here, and gloo sums what ranks have.
 
-python tests/bench_on_cpu.py '{"shape": {..}, "gpu": 0, "tp": 2, "rank": 0, "meeting": "/tmp/x/prefix-0", ..}'
+python tests/bench_on_cpu.py '{"shape": {..}, "gpu": 0, "tp": 2, "rank": 0, "meeting": "prefix-0", ..}'
 """
 
 from __future__ import annotations

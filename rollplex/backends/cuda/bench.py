@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from rollplex.backends.cuda import bench_rates as rates
 from rollplex.backends.cuda.bench_gpu import Gpu, Machine
-from rollplex.backends.cuda.peers import Alone, Exchange, Peers
+from rollplex.backends.cuda.peers import Alone, Peers, Ranks
 from rollplex.backends.cuda.post import Post
 from rollplex.backends.cuda.proxy import Proxy, RankShape
 from rollplex.ir.errors import PeerError
@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 class Repeated:
     """Work that is done again and again; how often since the last mark, and the seconds that it took."""
 
-    def __init__(self, exchange: Exchange, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, exchange: Ranks, clock: Callable[[], float] = time.perf_counter) -> None:
         self.exchange = exchange
         self.work: Callable[[], None] | None = None
         self._clock, self._count, self._began, self._last = clock, 0, 0.0, 0.0
@@ -78,7 +78,7 @@ class Bench(Repeated):
 
     def sum(self, tokens: int) -> Answer:
         """Hidden states of so many tokens summed over the ranks, until each can go on with its next linear."""
-        part = self._proxy.hidden(-(-tokens // self.exchange.pieces) * self.exchange.pieces)
+        part = self._proxy.hidden(self._stretch(tokens) * self.exchange.pieces)
         seconds = self.machine.seconds(lambda: self.exchange.gathered(self.exchange.summed(part)))
         return {"nbytes": part.nbytes, "seconds": seconds}
 
@@ -110,7 +110,7 @@ class Bench(Repeated):
     def prefix(self, tokens: int, sms: int) -> Answer:
         """Begin prefix forwards of so many tokens on so many SMs; 0 SMs: no partition."""
         self.end()
-        hidden = self._proxy.hidden(-(-tokens // self.exchange.pieces))
+        hidden = self._proxy.hidden(self._stretch(tokens))
 
         def forward() -> None:
             with self.machine.on(sms):
@@ -126,6 +126,10 @@ class Bench(Repeated):
         self.work, self._read = None, ()
         self.machine.release()
         return {}
+
+    def _stretch(self, tokens: int) -> int:
+        """This rank's of so many tokens; as in the trainer, padding makes all stretches as long."""
+        return -(-tokens // self.exchange.pieces)
 
 
 # ---- the process

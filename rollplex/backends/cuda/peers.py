@@ -33,7 +33,7 @@ PATIENCE_S = 60.0
 """Less than who asks waits for an answer: a rank that waits for another says so itself."""
 
 
-class Exchange(Protocol):
+class Ranks(Protocol):
     """What ranks that cut one model do between its linears. A rank keeps one of `pieces` of a sequence's tokens."""
 
     @property

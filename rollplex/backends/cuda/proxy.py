@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rollplex.backends.cuda.peers import Alone, Exchange
+from rollplex.backends.cuda.peers import Alone, Ranks
 from rollplex.ir.calibration import Shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -95,7 +95,7 @@ class Proxy:
         device: torch.device,
         room: float,
         decoding: bool = False,
-        exchange: Exchange | None = None,
+        exchange: Ranks | None = None,
     ) -> None:
         self.shape, self.device, self.exchange = shape, device, exchange or Alone()
         layer = shape.layer_elements * shape.dtype.itemsize
