@@ -6,6 +6,7 @@ GPU 1   prefix 1 of 2    decode 0 of 1
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import pytest
 import torch
 from bench_on_cpu import ENVIRONMENT, SMS, command
 from processes import ranks
+from rich.console import Console
 from torch import Tensor
 
 from rollplex.backends.cuda.machine import Card
@@ -35,6 +37,7 @@ from rollplex.runtime.calibrate.grid import Grid
 from rollplex.runtime.calibrate.measure import Measurement
 from rollplex.runtime.calibrate.side import ProcessSide
 from rollplex.runtime.calibrate.station import GONE_S
+from rollplex.watch import CalibrationWatch
 
 JOB = """\
 model: Qwen2.5-VL-3B
@@ -168,6 +171,13 @@ def test_gpus_that_are_not_there_are_refused(tmp_path: Path) -> None:
         "run.devices: TP 2 trains and TP 1 rolls out: 2 GPUs are measured together, and run.devices names 0, 0: "
         "each rank has its own\n    try: leave run.devices out, or name a GPU once"
     )
+
+
+def test_the_page_says_how_many_gpus_are_measured(tmp_path: Path) -> None:
+    page = io.StringIO()
+    with CalibrationWatch(Console(file=page, width=120)) as watch:
+        watch.begin(Grid.of(job_of(tmp_path), SMS, quick=True))
+    assert page.getvalue() == "measuring  2 GPUs  decode batches 4 16  prefix chunks 6000  SMs 64 80 132\n"
 
 
 # ---- who is to blame

@@ -236,7 +236,7 @@ NEAR = 1.25
 
 
 class Calibration(Section):
-    """What was measured on one GPU for one model shape; `rollplex calibrate` writes it."""
+    """What was measured on GPUs of one type for one model shape; `rollplex calibrate` writes it."""
 
     schema_version: Literal[1] = Field(default=CALIBRATION_VERSION, description="of this form")
     gpu: str = Field(description="GPU type, as jobs name it")
