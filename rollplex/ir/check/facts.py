@@ -248,9 +248,19 @@ class Facts:
         """A value as a round makes it: the last round's are those of the step."""
         return of_round(name, number) if name in self.judged and number < self.last_round else name
 
+    @cached_property
+    def with_group(self) -> frozenset[str]:
+        """Trained roles whose prefix the job runs with its group: their boundary has room for one at a time."""
+        match self.plan.job:
+            case {"roles": dict() as roles}:
+                said = {name: role.get("prefix_saved") for name, role in roles.items() if isinstance(role, dict)}
+                return frozenset(name for name in self.trained if said.get(name) == "group")
+            case _:
+                return frozenset()
+
     def group_count(self, role: str) -> int:
         """Prompt groups of a rank: the slots of the role's boundary, or those of its share of the step's prompts."""
-        if role in self.boundaries:
+        if role in self.boundaries and role not in self.with_group:
             return self.boundaries[role].slots
         match self.plan.job:
             case {"workload": {"prompts": int(prompts)}}:
