@@ -9,7 +9,7 @@
     disaggregated   as serial, with rollout on GPUs of its own: they wait in P2, the training GPUs in P1 (section 4.2)
 
 A trained role whose prefix runs with its group (`prefix_saved: group`) has no window for its prefixes:
-    serial     P1 decode  ||  P2 prefix-reference | P2 score-reference | P2 train-actor (prefix 0, train 0, prefix 1, ..)
+    serial     P1 decode  ||  P2 prefix-reference | P2 score-reference | P2 train-actor (prefix 0, train 0, ..)
 
 `||` are the barriers rollout-complete and theta-quiet; `published` ends the iteration. A window is the unit of
 lifetime analysis; the trainer runs one window after the other, the rollout engine runs through those of phase P1.

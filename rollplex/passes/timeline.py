@@ -201,7 +201,8 @@ def _window_s(job: Job, schedule: Schedule, window: Window) -> float:
         case "score":
             return sum(costs.score_s(work, prompts, whole) for work, whole in calls)
         case "train":
-            return sum(costs.train_s(work, prompts, whole) for work, whole in calls) + _with_group_s(job, schedule, role)
+            own = sum(costs.train_s(work, prompts, whole) for work, whole in calls)
+            return own + _with_group_s(job, schedule, role)
         case _:
             return costs.adam_s(updated_parameters(job, window.role))
 

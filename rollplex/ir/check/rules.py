@@ -100,7 +100,7 @@ RULES: dict[str, Rule] = {
     "microbatch": Rule("every prompt group is worked on exactly once by each task", "paper 3.2", COMPILE_AGAIN),
     "slot": Rule("an object has a slot for every microbatch that uses it", "design 5", COMPILE_AGAIN),
     "one-group": Rule(
-        "a prefix that runs with its group does so right before the group's train step, behind the backward of the last",
+        "a prefix that runs with its group does so right before the group's train step, when no other has its room",
         "paper 3.2",
         COMPILE_AGAIN,
     ),
