@@ -37,6 +37,7 @@ PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "gradients in pieces": compiled("four nodes"),
     "solved": compiled("solved"),
     "released": compiled("released"),
+    "with group": compiled("with group"),
 }
 NAMES = sorted(MUTANTS)
 

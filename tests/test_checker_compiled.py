@@ -42,6 +42,21 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "saved state at the host": (NODE, ("roles.actor.prefix_saved=host", *FEW)),
     "saved state in HBM": (NODE, ("roles.actor.prefix_saved=hbm", *FEW)),
+    "with group": (NODE, ("roles.actor.prefix_saved=group", *FEW)),
+    "with group, serial, everything saved": (
+        NODE,
+        ("roles.actor.prefix_saved=group", "roles.actor.recompute=none", "schedule=serial", *FEW),
+    ),
+    "with group, two pools": (
+        CLUSTER,
+        ("schedule=disaggregated", "cluster.rollout_gpus=16", "roles.actor.prefix_saved=group"),
+    ),
+    "with group, no state offload": (NODE, ("ablate=[state_offload]", "roles.actor.prefix_saved=group", *FEW)),
+    "with group, lora": (NODE, (LORA, "roles.actor.prefix_saved=group", *FEW)),
+    "with group, trained tower": (
+        NODE,
+        ("roles.actor.freeze=[]", "roles.actor.prefix_saved=group", "schedule=serial", *FEW),
+    ),
     "trained tower": (NODE, ("roles.actor.freeze=[]", *FEW)),
     "no weight sharing": (NODE, ("ablate=[weight_sharing]", *FEW)),
     "no weight sharing, trained tower": (NODE, ("ablate=[weight_sharing]", "roles.actor.freeze=[]", *FEW)),
@@ -81,6 +96,11 @@ PPO: dict[str, tuple[str, ...]] = {
     "ppo, no state offload": ("ablate=[state_offload]",),
     "ppo, critic of the same model": ("roles.critic.model=null", "roles.critic.train.tensor_parallel=8"),
     "ppo, trained towers": ("roles.critic.freeze=[]", "roles.actor.freeze=[]"),
+    "ppo, with group": ("roles.critic.prefix_saved=group", "roles.actor.prefix_saved=group"),
+    "ppo, critic with group, towers trained": (
+        *("schedule=serial", "roles.critic.prefix_saved=group"),
+        *("roles.critic.freeze=[]", "roles.actor.freeze=[]"),
+    ),
     "ppo, prefix dropped": ("roles.critic.prefix_saved=dropped", "roles.actor.prefix_saved=dropped"),
 }
 TURNS: dict[str, tuple[str, ...]] = {

@@ -42,6 +42,7 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("grpo", X32, ("roles.actor.train.distributed_optimizer=true", "roles.actor.freeze=[]")),
     ("grpo", X32, ("roles.actor.recompute=none", "roles.actor.prefix_saved=dropped")),
     ("grpo", X32, ("roles.actor.recompute=selective", *UNFUSED)),
+    ("grpo", X8, ("schedule=serial", "roles.actor.prefix_saved=group")),
     ("gspo", MOE, (*SPREAD, "roles.actor.train.distributed_optimizer=true")),
     ("gspo", MOE, ("roles.actor.train.pipeline_parallel=2", "roles.actor.recompute=none")),
     ("ppo", PPO, ()),

@@ -69,7 +69,7 @@ KEYS: dict[str, tuple[object, ...]] = {
     "roles.actor.rollout.tensor_parallel": (1, 2, 4, 8),
     "roles.actor.rollout.kv_cache_gib": (8, 29, 40),
     "roles.actor.freeze": ("[]", "[vision]"),
-    "roles.actor.prefix_saved": ("auto", "hbm", "host", "dropped"),
+    "roles.actor.prefix_saved": ("auto", "hbm", "host", "dropped", "group"),
     "workload.prompts": (8, 32, 64),
     "workload.prompt_tokens": (512, 4096, 8192),
     "workload.response_tokens": (128, 2048),

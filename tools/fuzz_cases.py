@@ -52,7 +52,7 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "roles.actor.rollout.runtime_gib": (0, 3, 100),
     "roles.actor.freeze": ([], ["vision"], ["language"]),
     "roles.actor.recompute": ("none", "full"),
-    "roles.actor.prefix_saved": ("auto", "host", "hbm", "dropped"),
+    "roles.actor.prefix_saved": ("auto", "host", "hbm", "dropped", "group"),
     "workload.prompts": (1, 4, 8, 32, 128, 1024, 10**6, 10**9),
     "workload.group": (1, 2, 7, 8, 16, 10**6),
     "workload.prompt_tokens": (2, 17, 512, 8192, 131072, 10**9),

@@ -290,6 +290,14 @@ class Job(Section):
         """Prompts whose prefix a rank computes: all that a step may take, where it is not known yet which."""
         return -(-self.sampled // self.data_parallel(role)) if self.overlapped else self.prompts_of(role)
 
+    def with_group(self, role: str) -> bool:
+        """Whether the prefix of a trained role runs with its group, right before the group's train step."""
+        return self.roles[role].prefix_saved == "group"
+
+    def boundaries_of(self, role: str) -> int:
+        """Prompts whose boundary a rank has at a time: of all prefixes, or of the group that it works on."""
+        return 1 if self.with_group(role) else self.prefixes_of(role)
+
     @property
     def prompts_per_engine(self) -> int:
         """Prompts of one step that each rollout engine samples for, at most."""

@@ -12,6 +12,7 @@ from rollplex.ir.decay import decay_rules
 from rollplex.ir.engines import Work, can, engine, engine_names, is_so
 from rollplex.ir.errors import JobError, PluginError
 from rollplex.ir.findings import Finding, KeyPath
+from rollplex.ir.group_checks import group_rules
 from rollplex.ir.lora_checks import lora_rules
 from rollplex.ir.parallel_checks import degrees, parallel_notes
 from rollplex.ir.releasing import check_release
@@ -46,7 +47,7 @@ def check_job(job: Job) -> tuple[Finding, ...]:
         findings += [*_ratio(job), *_batches(job), *_sampled(job), *streamed_rules(job)]
     if not bad_roles and not no_model:
         findings += calibration_rules(job)
-        findings += [*serving_rules(job), *(lora_rules(job) if not bad_engines else ())]
+        findings += [*serving_rules(job), *((*lora_rules(job), *group_rules(job)) if not bad_engines else ())]
         findings += (*decay_rules(job), *check_release(job)) if not bad_engines else ()
     if not findings:
         findings += kv_rules(job)

@@ -176,9 +176,10 @@ class Role(Section):
     attention: Literal["flash", "unfused"] = Field(
         default="flash", description="flash attention, or one that keeps a score for every pair of tokens"
     )
-    prefix_saved: Literal["auto", "host", "hbm", "dropped"] = Field(
+    prefix_saved: Literal["auto", "host", "hbm", "dropped", "group"] = Field(
         default="auto",
-        description="what the attached prefix saves for its backward: in host memory, in HBM, or recomputed",
+        description="what the attached prefix saves for its backward: in host memory, in HBM, or recomputed; group: a "
+        "group's prefix runs right before its train step, and HBM has room for what one of them saves",
     )
 
     @model_validator(mode="before")

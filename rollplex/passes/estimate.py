@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rollplex.ir.errors import GraphError
+from rollplex.ir.group_checks import group_rules
 from rollplex.ir.module import Module
 from rollplex.ir.plan import Times
 from rollplex.ir.planned_turns import TurnTimes
@@ -53,7 +54,8 @@ def colocated_s(module: Module) -> float:
 def streamed_s(module: Module, exposed: float) -> float | None:
     """What a step of schedule `rollplex` would take if groups were trained on as they complete; None if none may be."""
     other = module.job.model_copy(update={"schedule": "streamed"})
-    if module.job.schedule != "rollplex" or any(streamed_rules(other)):
+    rules = (*streamed_rules(other), *group_rules(other))
+    if module.job.schedule != "rollplex" or rules:
         return None
     try:
         schedule = SchedulePass().run(replace(module, job=other))[Schedule]

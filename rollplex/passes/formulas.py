@@ -198,15 +198,20 @@ class Formulas:
 
     # ---- work
 
+    def prompts(self, role: str) -> Formula:
+        """Prompts whose prefix a rank keeps: of all groups, or of one where a prefix runs with its group."""
+        grouped = self.job.roles[role].prefix_saved == "group"
+        return n(1, "prompt at a time") if grouped else n(self.job.prefixes_of(role), "prompts")
+
     def boundary(self, role: str) -> Formula:
         """Keys and values of the prompts of one rank."""
-        return n(self.job.prefixes_of(role), "prompts") * boundary(role_work(self.job, role))
+        return self.prompts(role) * boundary(role_work(self.job, role))
 
     def saved(self, role: str) -> Formula | None:
         """Autograd state of the attached prefixes."""
         if self.job.trainer(role).engine != "megatron":
             return None
-        return n(self.job.prefixes_of(role), "prompts") * part("a prompt", megatron_saved(role_work(self.job, role)))
+        return self.prompts(role) * part("a prompt", megatron_saved(role_work(self.job, role)))
 
     def prefix(self, role: str) -> Formula | None:
         """One prefix forward."""

@@ -114,7 +114,7 @@ class Inventory(WeightRows):
 
     def _boundary(self, call: Call) -> StateObject:
         turn, work = call.turn, turn_work(self.job, call.role, call.turn)
-        prompts, several = self.job.prefixes_of(call.role), len(self.schedule.turns) > 1
+        prompts, several = self.job.boundaries_of(call.role), len(self.schedule.turns) > 1
         windows = self.piece_windows(call.role, turn)
         later = (
             "kept in HBM, on the rank of its trajectories, until suffixes of its own and all later turns have used it"
@@ -132,7 +132,7 @@ class Inventory(WeightRows):
         """What a trained role's prefixes save for their backward."""
         if self.naive or self.whole(role):
             return
-        job, prompts = self.job, self.job.prefixes_of(role)
+        job, prompts = self.job, self.job.boundaries_of(role)
         for turn in (c.turn for c in self.schedule.prefixes(role)):
             windows = (*self.role_windows(role, "prefix", turn=turn), *self.role_windows(role, "train"))
             each = self.facts(role).prefix_saved_bytes(turn_work(job, role, turn))
@@ -150,6 +150,8 @@ class Inventory(WeightRows):
         """
         wanted, own = self.job.roles[role].prefix_saved, role != self.job.policy and not shares_tower(self.job, role)
         places: tuple[Residency, ...] = ("hbm", "host", "dropped")
+        if wanted == "group":  # made and used in one window
+            return frozenset({"hbm"})
         if self.off("state_offload"):
             places = ("hbm",)
         elif wanted == "auto" and self._needs_room(role, own):

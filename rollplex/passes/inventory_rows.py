@@ -69,7 +69,10 @@ class Rows:
         """Whether a role does one of these kinds of work in a window; all of P2's is in the stream too."""
         if window.kind == "stream":
             return any(self.schedule.works_in(role, kind) for kind in kinds)
-        return window.role == role and window.kind in kinds
+        does: tuple[Kind, ...] = (window.kind,)
+        if window.kind == "train" and self.job.with_group(window.role):
+            does = ("prefix", "train")
+        return window.role == role and any(kind in kinds for kind in does)
 
     def piece_windows(self, role: str, turn: int) -> tuple[str, ...]:
         """Windows that use a piece of a role's boundary: its own turn's prefix, those that extend it, the suffixes."""

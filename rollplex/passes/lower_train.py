@@ -192,9 +192,14 @@ class TrainProgram(ReleasedSnapshot):
         )  # fmt: skip
 
     def _train_group(self, window: Window, microbatch: int) -> Iterator[Step]:
-        """Forward and backward of a group; a later piece's backward adds to the gradients of those before it."""
-        yield from (self._train_step(window, call, microbatch) for call in self.schedule.work(window))
+        """Forward and backward of a group, its prefixes first where they run with it.
+
+        A later piece's backward adds to the gradients of those before it.
+        """
         prefixes = self.schedule.prefixes(window.role) if self._call(window).op == "suffix" else ()
+        for prefix in prefixes if self.module.job.with_group(window.role) else ():
+            yield self._prefix(replace(window, kind="prefix", node=prefix.node), microbatch)
+        yield from (self._train_step(window, call, microbatch) for call in self.schedule.work(window))
         yield from (self._prefix_backward(window, prefix, microbatch) for prefix in reversed(prefixes))
 
     def _finish(self, window: Window) -> Iterator[Step]:

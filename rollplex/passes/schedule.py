@@ -8,6 +8,9 @@
     naive      as rollplex, with everything resident all the time
     disaggregated   as serial, with rollout on GPUs of its own: they wait in P2, the training GPUs in P1 (section 4.2)
 
+A trained role whose prefix runs with its group (`prefix_saved: group`) has no window for its prefixes:
+    serial     P1 decode  ||  P2 prefix-reference | P2 score-reference | P2 train-actor (prefix 0, train 0, ..)
+
 `||` are the barriers rollout-complete and theta-quiet; `published` ends the iteration. A window is the unit of
 lifetime analysis; the trainer runs one window after the other, the rollout engine runs through those of phase P1.
 Several trained roles follow each other: .. | P2 train-critic | P2 train-actor || P3 update-critic | P3 update | ..
@@ -141,14 +144,21 @@ class Schedule:
 
 
 def windows_of(
-    calls: list[Call], ordered: list[Call], kind: str, rounds: int = 1, awaited: bool = True
+    calls: list[Call],
+    ordered: list[Call],
+    kind: str,
+    rounds: int = 1,
+    awaited: bool = True,
+    with_group: frozenset[str] = frozenset(),
 ) -> list[Window]:
     """The windows of a schedule; `ordered` are the scoring and training calls, frozen roles first where they may be.
 
     Prefixes of frozen roles come before those of trained ones, so that their weights leave early. Where not every
-    prompt is awaited, calls that leave no boundary are made when it is known which prompts a step takes.
+    prompt is awaited, calls that leave no boundary are made when it is known which prompts a step takes. Roles
+    `with_group` run their prefixes where they train.
     """
-    prefixes = sorted((c for c in calls if c.op == "prefix"), key=lambda c: (c.turn, c.trained))
+    apart = (c for c in calls if c.op == "prefix" and c.role not in with_group)
+    prefixes = sorted(apart, key=lambda c: (c.turn, c.trained))
     decode = [
         Window(turned("P1 decode", c.turn), "P1", "decode", c.node, "", c.turn) for c in calls if c.op == "generate"
     ]
@@ -216,6 +226,13 @@ def check_turns(graph: fx.Graph, calls: list[Call], asked: int) -> None:
         raise GraphError(f"the algorithm samples {several}, {has}", where=g.loc(found[-1]), hint=hint)
 
 
+def check_with_group(graph: fx.Graph, calls: list[Call], roles: frozenset[str]) -> None:
+    """A role whose prefix runs with its group has one; GraphError names the call that is not split."""
+    for call in (c for c in calls if c.op == "whole" and c.role in roles):
+        what = f"roles.{call.role}.prefix_saved is group, and %{call.node} is not split into a prefix and a suffix"
+        raise GraphError(what, where=g.loc(g.node_named(graph, call.node)), hint=f"roles.{call.role}.prefix_saved=auto")
+
+
 def updated_roles(calls: list[Call]) -> tuple[str, ...]:
     """The trained roles, as calls name them."""
     return tuple(c.role for c in calls if c.op == "update")
@@ -237,7 +254,7 @@ def check_streamed(graph: fx.Graph, roles: tuple[str, ...]) -> None:
 class SchedulePass:
     """Arrange the split calls into phases, windows and barriers under the job's schedule.
 
-    Job keys: `schedule`.
+    Job keys: `schedule`, `roles`.
     """
 
     name: ClassVar[str] = "schedule"
@@ -253,7 +270,9 @@ class SchedulePass:
         if job.schedule == "streamed" and all("type" in n.meta for n in graph.nodes if n.op != "output"):
             check_streamed(graph, updated_roles(calls))  # a graph read from a plan has no types, and was checked before
         rounds, awaited = rounds_of(graph, job), job.workload.rollout.kind == "full"
-        windows = windows_of(calls, in_order(graph, calls), job.schedule, rounds.most if rounds else 1, awaited)
+        grouped, most = frozenset(r for r in job.trained if job.with_group(r)), rounds.most if rounds else 1
+        check_with_group(graph, calls, grouped)
+        windows = windows_of(calls, in_order(graph, calls), job.schedule, most, awaited, grouped)
         late, hosts = g.response_dependent(graph), g.find(graph, ops.host)
         early = frozenset(n.name for n in hosts if n not in late)
         seen = tuple(str(g.node_named(graph, c.node).args[1]) for c in calls if c.op == "generate" and c.turn > 1)

@@ -63,6 +63,8 @@ class SharePolicyPass:
             return module.put(SharePolicy(Policy(kind="none", why="rollout and training have GPUs of their own")))
         if not schedule.overlapped:
             return module.put(SharePolicy(Policy(kind="none", why="phases run one after the other")))
+        if not schedule.names("prefix", phase="P1"):
+            return module.put(SharePolicy(Policy(kind="none", why="no prefix runs beside decode")))
         turn = window_seconds(job, schedule, Added.of(job, module[Layout].summary)).turns[-1]
         found = _solved(job, turn, turn.shared) if turn.shared and job.sharing.kind == "solved" else _stated(job, turn)
         return module.put(found)

@@ -201,6 +201,13 @@ def _window_s(job: Job, schedule: Schedule, window: Window) -> float:
         case "score":
             return sum(costs.score_s(work, prompts, whole) for work, whole in calls)
         case "train":
-            return sum(costs.train_s(work, prompts, whole) for work, whole in calls)
+            own = sum(costs.train_s(work, prompts, whole) for work, whole in calls)
+            return own + _with_group_s(job, schedule, role)
         case _:
             return costs.adam_s(updated_parameters(job, window.role))
+
+
+def _with_group_s(job: Job, schedule: Schedule, role: str) -> float:
+    """Prefixes that a role runs where it trains, each with its group."""
+    prefixes = schedule.prefixes(role) if job.with_group(role) else ()
+    return sum(Costs(job).prefix_s(turn_work(job, role, c.turn), job.prompts_of(role)) for c in prefixes)

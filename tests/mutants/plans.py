@@ -81,6 +81,7 @@ PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "infeasible": ("grpo", NODE, ("cluster.capacity_gib=60", *FEW)),
     "solved": ("grpo", SOLVED, ("optimizer.chunks=6",)),
     "released": ("grpo", NODE, ("optimizer.snapshot=release", *FEW)),
+    "with group": ("grpo", NODE, ("schedule=serial", "roles.actor.prefix_saved=group", *FEW)),
 }
 
 

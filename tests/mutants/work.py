@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mutants.agree import with_job
 from mutants.edit import change, move, mutant, objects, put, steps, unlist, with_object, without
 from rollplex.ir.plan import Plan
 from rollplex.ir.steps import Run
@@ -85,6 +86,53 @@ def suffix_before_prefix(plan: Plan) -> Iterator[Plan]:
             if p == process and s.microbatch == step.microbatch and boundaries(plan, *step.writes) & set(s.reads)
         ]
         yield from (move(plan, process, i, j) for j in later[:1])
+
+
+def _with_group(plan: Plan) -> set[str]:
+    """Roles whose prefixes run with their groups, several of them."""
+    return {s.role for _, _, s in tasks(plan, "prefix") if s.microbatch and s.window == f"P2 train-{s.role}"}
+
+
+@mutant("one-group")
+def room_taken_before_its_backward(plan: Plan) -> Iterator[Plan]:
+    """The prefix of the next group writes over what the backward of this one needs."""
+    for process, i, step in tasks(plan, "prefix"):
+        if step.role in _with_group(plan) and step.microbatch:
+            yield move(plan, process, i, i - 1)
+            yield move(plan, process, i, i - 2)
+
+
+@mutant("one-group")
+def all_prefixes_of_a_role_first(plan: Plan) -> Iterator[Plan]:
+    for role in sorted(_with_group(plan)):
+        found = [(p, i) for p, i, s in tasks(plan, "prefix") if s.role == role]
+        for place, (process, i) in enumerate(found):
+            plan = move(plan, process, i, found[0][1] + place)
+        yield plan
+
+
+@mutant("one-group")
+def prefix_of_a_group_in_another_window(plan: Plan) -> Iterator[Plan]:
+    """The first of a role runs apart, at the end of the window before."""
+    for process, i, step in tasks(plan, "prefix"):
+        if step.role in _with_group(plan) and not step.microbatch:
+            begins = next(j for p, j, s in steps(plan, process=process) if s.window == step.window)
+            early = change(step, window=plan.programs[process][begins - 1].window)
+            yield move(put(plan, process, i, early), process, i, begins)
+
+
+@mutant("asked")
+def room_for_more_than_one_group(plan: Plan) -> Iterator[Plan]:
+    for role in sorted(_with_group(plan)):
+        yield with_object(plan, f"{role}.boundary", slots=2)
+
+
+@mutant("asked", "slot", "one-group")
+def job_whose_prefixes_wait(plan: Plan) -> Iterator[Plan]:
+    """The job has all prefixes of a role first, or one with its group, and the plan it the other way round."""
+    grouped = _with_group(plan)
+    for role in dict.fromkeys(s.role for _, _, s in tasks(plan, "train")):
+        yield with_job(plan, "roles", role, "prefix_saved", value="hbm" if role in grouped else "group")
 
 
 @mutant("node")

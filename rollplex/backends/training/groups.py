@@ -201,8 +201,9 @@ class GroupWork:
         """Room for one of the `of` pieces of a group."""
         turn, load = self.scores.turn[step.node], self.job.workload
         shape = self.models[step.role].boundary_shape(load.prompt_tokens if turn == 1 else load.new_tokens)
-        elements, place = torch.Size(shape).numel(), step.microbatch * of + at
-        flat = self.objects.pages(turned(f"{step.role}.boundary", turn), self.dtype)
+        name = turned(f"{step.role}.boundary", turn)
+        elements, place = torch.Size(shape).numel(), self._slot_of(step, name) * of + at
+        flat = self.objects.pages(name, self.dtype)
         return flat[place * elements : (place + 1) * elements].view(shape)
 
     def _saved_policy(self, step: Run, at: int, of: int) -> SavedPolicy:
@@ -216,6 +217,11 @@ class GroupWork:
             memory = self.objects.slot(name, torch.uint8)
         else:
             return SavedPolicy("dropped", recompute)
-        place, size = step.microbatch * of + at, memory.numel() // (self.plan.object(name).slots * of) // ALIGN * ALIGN
+        place, slots = self._slot_of(step, name) * of + at, self.plan.object(name).slots
+        size = memory.numel() // (slots * of) // ALIGN * ALIGN
         pool = memory[place * size : (place + 1) * size]
         return SavedPolicy("hbm" if name in step.writes else "host", recompute, pool)
+
+    def _slot_of(self, step: Run, name: str) -> int:
+        """A group's slot of an object: its own, or the only one, which groups have one behind the other."""
+        return step.microbatch if self.plan.object(name).slots > 1 else 0

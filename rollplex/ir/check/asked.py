@@ -91,7 +91,11 @@ def budgets(facts: Facts, job: Job) -> Iterator[Violation]:
         if role not in job.roles:
             continue
         taken, sampled = job.prompts_of(role), job.sampled // job.data_parallel(role)
-        if o.slots not in (taken, sampled):
+        if role in facts.with_group:
+            if o.slots != 1:
+                what = f"{o.name} has {o.slots} groups, and the prefix of {role} runs with its group: 1 at a time"
+                yield Violation("asked", what, object=o.name, where=o.name)
+        elif o.slots not in (taken, sampled):
             more = f" of {sampled}" if sampled != taken else ""
             what = f"{o.name} has {o.slots} groups, a rank of {role} works on {taken}{more} prompts"
             yield Violation("asked", what, object=o.name, where=o.name)
@@ -215,6 +219,7 @@ def saved_state(facts: Facts, job: Job) -> Iterator[Violation]:
     """What a prefix saves is where the job says, if it says."""
     for o in (o for found in facts.saved.values() for o in found):
         wanted = job.roles[o.role].prefix_saved if o.role in job.roles else "auto"
+        wanted = "hbm" if wanted == "group" else wanted
         if wanted == "auto" and "dropped" in o.residency.values() and _needs_room(job, o.role):
             what = f"{o.name} is dropped, and no window has room to make all of it again: the job must ask for that"
             yield Violation("asked", what, object=o.name, where=o.name)

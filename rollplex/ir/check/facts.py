@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollplex.ir.check.rules import At
+from rollplex.ir.check.said import said
 from rollplex.ir.parts import of_round
 from rollplex.ir.plan import BARRIERS, NodeRecord, Plan, PlannedObject, references
 from rollplex.ir.steps import (
@@ -121,11 +122,7 @@ class Facts:
     @cached_property
     def adapted(self) -> dict[str, str]:
         """Roles that are trained through adapters, and how the rollout engine is served them: `adapter`, `merged`."""
-        match self.plan.job:
-            case {"roles": dict() as roles}:
-                sections = {name: role.get("lora") for name, role in roles.items() if isinstance(role, dict)}
-            case _:
-                return {}
+        sections = said(self.plan, "lora")
         adapters = {name: lora for name, lora in sections.items() if isinstance(lora, dict) and name in self.trained}
         return {name: str(lora.get("served")) for name, lora in adapters.items()}
 
@@ -248,9 +245,15 @@ class Facts:
         """A value as a round makes it: the last round's are those of the step."""
         return of_round(name, number) if name in self.judged and number < self.last_round else name
 
+    @cached_property
+    def with_group(self) -> frozenset[str]:
+        """Trained roles whose prefix the job runs with its group: their boundary has room for one at a time."""
+        asked = said(self.plan, "prefix_saved")
+        return frozenset(name for name in self.trained if asked.get(name) == "group")
+
     def group_count(self, role: str) -> int:
         """Prompt groups of a rank: the slots of the role's boundary, or those of its share of the step's prompts."""
-        if role in self.boundaries:
+        if role in self.boundaries and role not in self.with_group:
             return self.boundaries[role].slots
         match self.plan.job:
             case {"workload": {"prompts": int(prompts)}}:

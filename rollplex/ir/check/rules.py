@@ -99,6 +99,11 @@ RULES: dict[str, Rule] = {
     # ---- work
     "microbatch": Rule("every prompt group is worked on exactly once by each task", "paper 3.2", COMPILE_AGAIN),
     "slot": Rule("an object has a slot for every microbatch that uses it", "design 5", COMPILE_AGAIN),
+    "one-group": Rule(
+        "a prefix that runs with its group does so right before the group's train step, when no other has its room",
+        "paper 3.2",
+        COMPILE_AGAIN,
+    ),
     "task-order": Rule("a group's tasks follow each other: prefix, suffix, backward", "paper 3.2", COMPILE_AGAIN),
     "attached": Rule("a trained role's boundary is attached, a frozen role's detached", "paper 3.1", COMPILE_AGAIN),
     "node": Rule("a task executes a node of the graph, of its own kind and role", "design 4", COMPILE_AGAIN),

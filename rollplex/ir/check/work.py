@@ -1,6 +1,7 @@
 """Work: every prompt group goes through prefix, suffix and backward once, with what each of them needs.
 
 frozen     prefix m  ->  suffix m                          trained    prefix m  ->  train m  ->  prefix_backward m
+with group prefix 0  ->  train 0  ->  prefix_backward 0  ->  prefix 1  ->  train 1  ->  prefix_backward 1  ->  ..
 turns      prefix m  ->  prefix.2 m  -> ..  train m  ->  train.2 m  -> ..  prefix_backward.2 m  ->  prefix_backward m
 """
 
@@ -76,7 +77,7 @@ def slots(facts: Facts) -> Iterator[Violation]:
     for at, step in facts.groups:
         boundary, groups = facts.boundaries.get(step.role), facts.group_count(step.role)
         if not 0 <= step.microbatch < groups:
-            name = boundary.name if boundary else step.role
+            name = boundary.name if boundary and step.role not in facts.with_group else step.role
             yield Violation("slot", f"group {step.microbatch}, where {name} has {groups} slots", at, name)
     for at, step in facts.runs("load", "generate", "host", "grad_norm"):
         within = facts.by_round(step) and step.microbatch <= facts.last_round
@@ -125,6 +126,22 @@ def task_order(facts: Facts) -> Iterator[Violation]:
                 yield Violation("task-order", f"it runs before {other}", at)
 
 
+def one_group(facts: Facts) -> Iterator[Violation]:
+    """Of a role whose prefix runs with its group one group has boundary and saved state, until its backward is done."""
+    trains = {s.role: s.window for _, s in facts.runs("train")}
+    held = dict.fromkeys(facts.with_group, -1)  # the group in the room of its role; -1 where it is free
+    for at, step in (found for found in facts.groups if found[1].role in held):
+        group, role = held[step.role], step.role
+        if step.task == "prefix" and group >= 0:
+            yield Violation("one-group", f"it takes the room of group {group}, whose backward is still to come", at)
+        elif step.task != "prefix" and group != step.microbatch:
+            has = f"group {group} has the room of {role}" if group >= 0 else f"no group has the room of {role}"
+            yield Violation("one-group", f"{has}, and it works on group {step.microbatch}", at)
+        if step.task == "prefix" and step.window != trains.get(role):
+            yield Violation("one-group", f"{role} trains in {trains.get(role, 'no window')}, its prefix runs apart", at)
+        held[role] = -1 if step.task == "prefix_backward" else step.microbatch
+
+
 def saved_state(facts: Facts) -> Iterator[Violation]:
     """Offloading or dropping saved state keeps the serial autograd path (paper section 3.2)."""
     prefixes = {(s.role, s.node, s.microbatch): s for _, s in facts.runs("prefix")}
@@ -156,7 +173,7 @@ def _weights_again(facts: Facts, at: At, backward: Run, prefix: Run) -> Iterator
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Violation]], ...] = (
-    microbatches, slots, attached, task_order, saved_state,
+    microbatches, slots, attached, task_order, one_group, saved_state,
 )  # fmt: skip
 
 
