@@ -3,8 +3,10 @@
 python -m benchmarks.h200.plans DIR [--job job_3b_x2] [--data text_mixed] [--weights /dev/shm/w3b] [KEY=VALUE ..]
 python -m benchmarks.h200.plans DIR --job job_x2                                       DIR/soak.json, of two GPUs
 
-A share is solved where the keys name a calibration. On two GPUs rollout at TP 1 and, matched, at TP 2, for which a
-calibration of TP 1 is none. The soak is matched: both engines sum over both GPUs at the same time.
+The actor's prefix runs with its group (the jobs' `prefix_saved: group`), so only the reference's runs beside decode, but
+in the streamed schedule and where a name says so. A share is solved where the keys name a calibration. On two GPUs
+rollout at TP 1 and, matched, at TP 2, for which a calibration of TP 1 is none. The soak is matched: both engines sum
+over both GPUs at the same time.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 GRPO = ROOT / "examples" / "grpo.py"
 Keys = dict[str, tuple[str, ...]]
+EARLY = "roles.actor.prefix_saved=dropped"  # beside decode, and made again before its backward
 SCHEDULES: Keys = {
     "0 serial": ("schedule=serial",),
     "1 rollplex, MPS default": ("schedule=rollplex",),
     "2 rollplex, 60% of the SMs": ("schedule=rollplex", "sharing.kind=fixed", "sharing.share=0.6"),
     "3 rollplex, solved share": ("schedule=rollplex", "sharing.kind=solved"),
-    "4 streamed": ("schedule=streamed",),
+    "4 streamed": ("schedule=streamed", EARLY),
+    "5 rollplex, solved share, both prefixes early": ("schedule=rollplex", "sharing.kind=solved", EARLY),
 }
 MATCHED = "roles.actor.rollout.tensor_parallel=2"
 MATCHING: Keys = {
-    "5 serial, rollout TP 2": ("schedule=serial", MATCHED),
-    "6 rollplex, rollout TP 2": ("schedule=rollplex", MATCHED),
+    "6 serial, rollout TP 2": ("schedule=serial", MATCHED),
+    "7 rollplex, rollout TP 2": ("schedule=rollplex", MATCHED),
 }
 SOAK = "soak"
 LONG = ("schedule=rollplex", MATCHED, "run.steps=200", "run.step_timeout_s=120", "workload.response_tokens=96")
