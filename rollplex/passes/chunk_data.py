@@ -65,7 +65,10 @@ class Data:
 
 def gather(module: Module) -> Data:
     """The data of the policy's update and of the suffix steps of all roles, from the module's facts."""
-    return _data(module, module.job.policy, module[Schedule].names(), module[Lifetimes].choices)
+    places = module[Residency].places
+    dropped = [name for name, by_window in places.items() if "dropped" in by_window.values()]
+    choices = tuple(choice.with_dropped(dropped) for choice in module[Lifetimes].choices)
+    return _data(module, module.job.policy, module[Schedule].names(), choices)
 
 
 def gather_update(module: Module, role: str, chosen: SizeChoice) -> Data:

@@ -5,7 +5,8 @@ Data        P       parameters a rank updates, in units of 64          s    chun
                     are resident: the update is in place (s = 1)
             A       bytes that Adam allocates for one unit of the chunk that it updates
             R[w]    room: capacity less what residency holds in window w, workspaces left out; whole pages
-            M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces alive in w with m responses a step
+            M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces alive in w with m responses a step,
+                    with room to make again what residency drops
             S[E]    bytes of snapshot and gradients together at the fullest moment of an update with chunks of E units,
                     where it makes a released snapshot again (releasing.py); R[w] is without them then. Else nothing
             a, L    time of one unit through the host link (zero where the state is resident), of one launch
@@ -223,12 +224,11 @@ def with_update(job: Job, chunks: Chunks, role: str, optimizer: OptimizerChunks,
 
 def largest(module: Module) -> SizeChoice:
     """The most responses a step beside a resident optimizer: (7) alone decides; the smallest where none fits."""
-    choices = module[Lifetimes].choices
     if module[Schedule].kind == "naive":
-        return choices[0]  # activations of one at a time are resident (paper, Table 1)
+        return module[Lifetimes].choices[0]  # activations of one at a time are resident (paper, Table 1)
     data = gather(module)
-    fit = (c for c in choices if all(data.suffix_bytes(c, w) <= room for w, room in data.room.items()))
-    return max(fit, key=lambda c: c.responses, default=choices[0])
+    fit = (c for c in data.choices if all(data.suffix_bytes(c, w) <= room for w, room in data.room.items()))
+    return max(fit, key=lambda c: c.responses, default=data.choices[0])
 
 
 def whole_update(job: Job, chosen: SizeChoice, others: tuple[str, ...]) -> Chunks:
@@ -261,13 +261,13 @@ class ChunkSizesPass:
 
     def run(self, module: Module) -> Module:
         """Solve; see the module's docstring."""
-        job, lifetimes = module.job, module[Lifetimes]
+        job = module.job
         others = tuple(r for r in module[Schedule].trained if r != job.policy)
-        if workspace_name(job, job.policy) not in lifetimes:
+        if workspace_name(job, job.policy) not in module[Lifetimes]:
             return module.put(whole_update(job, largest(module), others))
-        model, solution = self._solve(job, gather(module))
-        chunks = read(job, model, solution)
-        chosen = next(c for c in lifetimes.choices if c.responses == chunks.summary.microbatch.suffix_responses)
+        data = gather(module)
+        chunks = read(job, *self._solve(job, data))
+        chosen = next(c for c in data.choices if c.responses == chunks.summary.microbatch.suffix_responses)
         for role in others:
             model, solution = self._solve(job, gather_update(module, role, chosen))
             chunks = with_update(job, chunks, role, _optimizer(job, model, solution), solution.results)

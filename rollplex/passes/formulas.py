@@ -9,6 +9,7 @@ the bytes that the plan has, in whole pages. An object that has none, or another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from rollplex.ir.formula import Formula, largest, n, part, up
 from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB
@@ -243,7 +244,12 @@ class Formulas:
         stated = self.job.trainer(role).microbatch if self.job.whole_sequences(role) else "auto"
         chosen = self.plan.summary.chunks.microbatch.suffix_responses
         work = one_response(role_work(self.job, role), chosen if stated == "auto" else stated)
-        return whole_call(work) if self.whole(role) else work
+        return whole_call(work) if self.whole(role) else replace(work, dropped=self.drops(role))
+
+    def drops(self, role: str) -> bool:
+        """Whether a prefix backward makes again what its prefix has not kept."""
+        saved = (o for o in self.plan.summary.objects if o.name == f"{role}.prefix_saved")
+        return any("dropped" in o.residency.values() for o in saved)
 
 
 # ---- parameters

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from rollplex.ir.plan import Residency, StateClass
@@ -51,10 +52,21 @@ class StateObject:
 
 @dataclass(frozen=True)
 class SizeChoice:
-    """Bytes of the scalable workspaces when a suffix step takes `responses` responses at a time."""
+    """Bytes of the scalable workspaces when a suffix step takes `responses` responses at a time.
+
+    `again` has, by saved state, the bytes of the workspaces in which it is made again where it is dropped.
+    """
 
     responses: int
     nbytes: dict[str, int]
+    again: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def with_dropped(self, dropped: Collection[str]) -> SizeChoice:
+        """The same number of responses, with room to make these saved states again."""
+        found = dict(self.nbytes)
+        for sizes in (sizes for saved, sizes in self.again.items() if saved in dropped):
+            found |= {name: max(found[name], nbytes) for name, nbytes in sizes.items()}
+        return replace(self, nbytes=found)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,14 @@ class Sizes:
             responses = stated
         for turn in range(1, self.job.workload.turn_count + 1):
             work = one_response(turn_work(self.job, role, turn), responses)
-            yield whole_call(work) if whole else work
+            yield whole_call(work) if whole else replace(work, dropped=(role, turn) in self.made_again)
+
+    @cached_property
+    def made_again(self) -> frozenset[tuple[str, int]]:
+        """Roles and turns whose prefix backward uses nothing that its prefix has saved."""
+        backward = [(s, self.facts.saved_by(s)) for _, s in self.facts.runs("prefix_backward")]
+        bare = [s for s, o in backward if o is None or o.name not in (*s.reads, *s.streams)]
+        return frozenset((s.role, self.facts.turn.get(s.node, 1)) for s in bare)
 
     def saved(self, role: str, turn: int) -> int:
         """What a trained role's prefixes save for their backward."""
