@@ -164,7 +164,7 @@ def _item(job: Job, windows: tuple[str, ...], o: StateObject, again: dict[str, i
 def _early(job: Job, o: StateObject) -> tuple[int, str]:
     """Microseconds that are left when it leaves beside the backward that ends it, and the window of that."""
     found = leaving(job, o.role, o.nbytes) if o.by_layer and "host" in o.options else None
-    return (round(found.exposed_s * 1e6), [w for w, how in o.uses.items() if how == "hbm"][-1]) if found else (0, "")
+    return (round(found.exposed_s * 1e6), o.final) if found else (0, "")
 
 
 def _places(o: StateObject, window: str) -> frozenset[Place]:

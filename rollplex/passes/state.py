@@ -42,6 +42,11 @@ class StateObject:
     why: str = ""
     turn: int = 1
 
+    @property
+    def final(self) -> str:
+        """The last window that needs all of it in HBM: gradients are complete behind its work."""
+        return [w for w, how in self.uses.items() if how == "hbm"][-1]
+
     def alive(self, windows: tuple[str, ...]) -> tuple[str, ...]:
         """Windows in which the object exists: all of them, or from its production to its last use."""
         if self.always or self.produced == START:
