@@ -34,6 +34,15 @@ def test_a_rank_is_in_the_groups_of_its_degrees() -> None:
     assert "NCCL over tp8, dp4" in plan.object("train.context").why
 
 
+def test_groups_of_the_same_ranks_are_one() -> None:
+    """Rollout TP 1: the eight whose slabs make up a shard are those of TP 8; two contexts of pages are as many."""
+    one = load_job(X8, ["roles.actor.rollout.tensor_parallel=1"])
+    assert one.q == one.train_tp == 8
+    assert communicators(one, "train", (1, 8)) == ("tp8",)
+    plan = compile_plan(load_algorithm("examples/grpo.py"), one)
+    assert plan.object("train.context").bytes == (774 + 840) * MIB
+
+
 def test_nccl_carries_what_comes_from_other_nodes() -> None:
     """30B-A3B at TP4 and EP4 under rollout TP2: dense weights of 2 neighbours, experts of 2 x 4 ranks on two nodes.
 
@@ -45,7 +54,7 @@ def test_nccl_carries_what_comes_from_other_nodes() -> None:
     contexts = [compile_plan(load_algorithm("examples/grpo.py"), load_job(X32, [*moe, o])) for o in found]
     whys = [plan.object("train.context").why for plan in contexts]
     assert "NCCL over tp4, ep4, dp8, q8" in whys[0]
-    assert "NCCL over tp4, pp2, ep4, dp4, q4, q16" in whys[1]
+    assert "NCCL over tp4, pp2, ep4, q4, q16" in whys[1]  # of four replicas, over which experts are cut too
 
 
 def sized(groups: tuple[str, ...], *overrides: str) -> float:

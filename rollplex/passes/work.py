@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
 from rollplex.ir.lora import served_bytes, trained_parts, trained_spec
@@ -21,19 +23,35 @@ def one_copy(job: Job) -> bool:
 
 
 def communicators(job: Job, process: str, gathers: tuple[int, ...]) -> tuple[str, ...]:
-    """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`.
+    """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`: of the same ranks one, the first.
 
     q carries slabs of a shared snapshot between nodes, in groups of the sizes `gathers` (`between_nodes`): in a node
     ranks write into each other's pages. Refresh spans both pools of a disaggregated job.
     """
-    apart = [("refresh", job.gpus)] if job.disaggregated else []
+    found: dict[frozenset[int], str] = {}
+    for name, ranks in _groups(job, process, gathers):
+        if len(ranks) > 1:
+            found.setdefault(ranks, f"{name}{len(ranks)}")
+    return tuple(found.values())
+
+
+def _groups(job: Job, process: str, gathers: tuple[int, ...]) -> Iterator[tuple[str, frozenset[int]]]:
+    """The groups that the first rank of a process kind sends in by NCCL, with their ranks."""
     if process == "rollout":
-        found = [("tp", job.rollout_tp), *apart]
+        yield "tp", frozenset(range(job.rollout_tp))
     else:
-        found = [group for role in job.roles for group in _model_groups(job.degrees(role))]
-        found += [("dp", job.degrees(role).replicas) for role in job.trained]
-        found += [*(("q", size) for size in gathers), *apart]
-    return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
+        for d in map(job.degrees, job.roles):
+            yield from (("tp", _block(d, tp=d.tp)), ("pp", _block(d, pp=d.pp)))
+            yield from (("cp", _block(d, replicas=d.cp)), ("ep", _block(d, replicas=d.ep)))
+        yield from (("dp", _block(d, replicas=d.replicas)) for d in map(job.degrees, job.trained))
+        policy = job.degrees(job.policy)
+        for (
+            size
+        ) in gathers:  # slabs of q ranks, of every stage; of experts also those of the ranks that they are cut over
+            experts = size // (job.q * policy.pp)
+            yield "q", _block(policy, tp=job.q, replicas=experts, pp=policy.pp)
+    if job.disaggregated:
+        yield "refresh", frozenset(range(job.gpus))
 
 
 def between_nodes(job: Job, layout: LayoutSummary) -> tuple[int, ...]:
@@ -51,8 +69,11 @@ def between_nodes(job: Job, layout: LayoutSummary) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _model_groups(d: Degrees) -> list[tuple[str, int]]:
-    return [("tp", d.tp), ("pp", d.pp), ("cp", d.cp), ("ep", d.ep)]
+def _block(d: Degrees, tp: int = 1, replicas: int = 1, pp: int = 1) -> frozenset[int]:
+    """The first so many ranks each way, in Megatron-Core's order: tensor, context and data, pipeline parallel."""
+    return frozenset(
+        t + d.tp * (r + d.replicas * stage) for t in range(tp) for r in range(replicas) for stage in range(pp)
+    )
 
 
 def process_bytes(job: Job, groups: tuple[str, ...]) -> int:

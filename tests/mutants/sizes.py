@@ -11,6 +11,7 @@ from mutants.edit import change, mutant, put, steps, summarise, with_layout, wit
 from mutants.layout import classes, with_class
 from rollplex.ir.check.sizes import OF_PROCESSES, OF_ROLES, OF_TURNS
 from rollplex.ir.engines import engine
+from rollplex.ir.hardware import COMMUNICATOR_MIB
 from rollplex.ir.plan import Candidate, Plan
 from rollplex.ir.planned_job import job_of
 from rollplex.ir.steps import Exchange, Run
@@ -26,6 +27,13 @@ def object_of_another_size(plan: Plan) -> Iterator[Plan]:
         if o.name in OF_PROCESSES or o.name.rpartition(".")[2] in (*OF_ROLES, *OF_TURNS):
             yield with_object(plan, o.name, bytes=o.bytes + PAGE)
             yield with_object(plan, o.name, bytes=max(0, o.bytes - PAGE))
+
+
+@mutant("size")
+def communicator_of_ranks_that_have_one(plan: Plan) -> Iterator[Plan]:
+    """A rank's slabs are gathered among its tensor-parallel ranks, and counted as another group's."""
+    if plan.object("train.context").bytes and plan.job["cluster"]["nccl_gib"] is None:
+        yield with_object(plan, "train.context", bytes=plan.object("train.context").bytes + COMMUNICATOR_MIB * 2**20)
 
 
 @mutant("size")

@@ -11,6 +11,7 @@ Objects of other names, which a package may add, are taken as they are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,24 +68,27 @@ class Sizes:
 
     def context(self, process: str) -> int:
         """A CUDA context, and NCCL's buffers for every group of GPUs that the process is in."""
-        cluster, groups = self.job.cluster, len({(n, size) for n, size in self.groups(process) if size > 1})
+        cluster, groups = self.job.cluster, len({ranks for ranks in self.groups(process) if len(ranks) > 1})
         context = CONTEXT_MIB * MIB if cluster.context_gib is None else gib_to_nbytes(cluster.context_gib)
         nccl = communication_mib(groups) * MIB if cluster.nccl_gib is None else gib_to_nbytes(cluster.nccl_gib)
         return 0 if self.job.on_host else context + (nccl if groups else 0)
 
-    def groups(self, process: str) -> Iterator[tuple[str, int]]:
-        """Groups of GPUs by what is sent in them."""
+    def groups(self, process: str) -> Iterator[frozenset[int]]:
+        """Groups of GPUs that NCCL sends in, by the ranks of the first of each; one of the same ranks is the same."""
         job = self.job
-        yield "refresh", job.gpus if job.disaggregated else 1
+        yield frozenset(range(job.gpus if job.disaggregated else 1))
         if process == "rollout":
-            yield "tp", job.rollout_tp
+            yield frozenset(range(job.rollout_tp))
             return
         for d in map(job.degrees, job.roles):
-            yield from (("tp", d.tp), ("pp", d.pp), ("cp", d.cp), ("ep", d.ep))
-        yield from (("dp", job.degrees(role).replicas) for role in job.trained)
+            column = d.tp * d.replicas  # ranks of a stage
+            yield from (frozenset(range(d.tp)), frozenset(range(0, d.pp * column, column)))
+            yield from (frozenset(range(0, n * d.tp, d.tp)) for n in (d.cp, d.ep))
+        for d in map(job.degrees, job.trained):
+            yield frozenset(range(0, d.replicas * d.tp, d.tp))
         sent = self.shared and job.policy not in self.adapted and job.cluster.nodes > 1
         classes = self.facts.plan.summary.layout.classes if sent else ()
-        yield from (("q", c.group) for c in classes if self._from_other_nodes(c))
+        yield from (self.slabs(c.group) for c in classes if self._from_other_nodes(c))
 
     def _from_other_nodes(self, c: LayoutClass) -> bool:
         """Whether GPUs of several nodes have a class together: within a node they write into each other's pages."""
@@ -95,6 +99,12 @@ class Sizes:
             copy, tensor = divmod(gpu % (gpus // d.pp), d.tp)
             nodes.setdefault((copy // ways, tensor // width), set()).add(gpu // self.job.cluster.gpus_per_node)
         return c.group > 1 and any(len(of_group) > 1 for of_group in nodes.values())
+
+    def slabs(self, size: int) -> frozenset[int]:
+        """Ranks whose slabs make up one shard: q of each stage, for experts those of every expert-parallel rank."""
+        d, q = self.job.degrees(self.job.policy), self.job.q
+        places = itertools.product(range(d.pp), range(size // (q * d.pp)), range(q))
+        return frozenset((stage * d.replicas + copy) * d.tp + at for stage, copy, at in places)
 
     def rollout_weights(self) -> int:
         """The language model on a rollout rank."""
