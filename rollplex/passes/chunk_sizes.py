@@ -3,7 +3,7 @@
 Data        P       parameters a rank updates, in units of 64          s    chunks in flight (load, update, return)
             B       bytes of one unit in flight: gradient, master weight and two moments; nothing where all of them
                     are resident: the update is in place (s = 1)
-            A       bytes that Adam allocates for one unit of the chunk that it updates
+            A       bytes that Adam allocates for one unit of the chunk that it updates; nothing on a GPU
             R[w]    room: capacity less what residency holds in window w, workspaces left out; whole pages
             M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces alive in w with m responses a step,
                     with room to make again what residency drops
@@ -47,7 +47,6 @@ from rollplex.passes.state import HeldSizes, Lifetimes, SizeChoice
 from rollplex.passes.update_sizes import (
     ALIGN,
     chunk_bytes_per_element,
-    pages,
     resident_bytes,
     workspace_name,
 )
@@ -199,12 +198,11 @@ def read(job: Job, model: Model, solution: Solution) -> Chunks:
 def _optimizer(job: Job, model: Model, solution: Solution) -> OptimizerChunks:
     data = model.data
     elements = min(solution.value(model.units) * ALIGN, data.parameters)
-    workspace = pages(data.workspace_bytes(elements), job.device.page_bytes)
     return OptimizerChunks(
         count=-(-data.parameters // elements),
         elements=elements,
         bytes=elements * chunk_bytes_per_element(job),
-        workspace_bytes=workspace,
+        workspace_bytes=data.workspace_bytes(elements),
     )
 
 

@@ -137,7 +137,7 @@ class Formulas:
         )
         adam = elements * n(2, "states of Adam's") * self.wide
         if not streamed:
-            return adam
+            return adam if self.job.on_host else n(self.job.device.page_bytes, "B: numbers of a step")
         several, every = (
             n(self.job.optimizer.in_flight, "chunks in flight") * elements,
             self.parameters(role, mine=True),

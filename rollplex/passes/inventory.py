@@ -241,7 +241,7 @@ class Inventory(WeightRows):
             nbytes = resident_bytes(job, role, parameters)
             yield self._workspace(f"{role}.adam", f"{role} Adam temporaries", nbytes, update)
         if not (self.naive or whole):
-            flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role, True)
+            flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role)
             held = self.held_elements if role == job.policy else None
             elements = reserved_elements(job, parameters, held)
             nbytes = elements * (chunks_in_flight(job, role) * flying + updating)

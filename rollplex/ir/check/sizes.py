@@ -243,15 +243,16 @@ class Sizes:
     def chunks(self, role: str) -> int:
         """Chunks in flight: gradient, master weight and moments of each, where any of them comes over the link.
 
-        Beside them what Adam allocates for the one that it updates; a GPU engine's kernel in a stream does without.
+        Beside them what Adam allocates for the one that it updates; on a GPU torch's fused kernel does without. A page
+        then has the numbers of a step where nothing comes over the link.
         """
         chunks = [at.step for at in self.facts.steps() if isinstance(at.step, UpdateChunk) and at.step.role == role]
         streamed, overlaps = any(c.streams for c in chunks), self._engine(role).overlaps_update
         elements = self.facts.plan.summary.chunks.of(role).elements
         flying = min((self.job.optimizer.in_flight if overlaps else 1) * elements, self.updated(role))
-        updating = 0 if streamed and overlaps and not self.job.on_host else elements
+        updating = 0 if overlaps and not self.job.on_host else elements
         states = (4 * flying if streamed else 0) + ADAM_TEMPORARIES * updating
-        return states * state_itemsize(self.facts)
+        return states * state_itemsize(self.facts) or self.job.device.page_bytes
 
 
 OF_PROCESSES: dict[str, Callable[[Sizes], int]] = {
