@@ -16,7 +16,7 @@ from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICAT
 from rollplex.ir.job import Job
 from rollplex.ir.lora import trained_parts
 from rollplex.ir.plan import Plan
-from rollplex.ir.serving import budget
+from rollplex.ir.serving import all_reduce_bytes, budget
 from rollplex.ir.shards import EXPERTS, Degrees, stages_of
 from rollplex.ir.sizes import gib_to_nbytes
 from rollplex.ir.spec import ModelSpec, Part, Tensor
@@ -166,7 +166,11 @@ class Formulas:
             return base
         more = n(groups - 1, "more groups") * n(COMMUNICATOR_MIB, "MiB")
         first = n(FIRST_COMMUNICATOR_MIB, "MiB first NCCL group")
-        return base + ((first + more) * MIB if nccl is None else n(gib_to_nbytes(nccl), "B of NCCL"))
+        if nccl is not None:
+            return base + n(gib_to_nbytes(nccl), "B of NCCL")
+        own = all_reduce_bytes(job) if process == "rollout" else 0
+        found = base + (first + more) * MIB
+        return found + n(own, "B: the engine's own all-reduces") if own else found
 
     def kv(self) -> Formula:
         """The KV budget that the job states; under a share of memory what is left of that, in whole pages."""

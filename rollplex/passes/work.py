@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollplex.ir import serving
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
 from rollplex.ir.lora import served_bytes, trained_parts, trained_spec
@@ -23,33 +24,30 @@ def one_copy(job: Job) -> bool:
 
 
 def communicators(job: Job, process: str, gathers: tuple[int, ...]) -> tuple[str, ...]:
-    """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`: of the same ranks one, the first.
+    """Groups of more than one GPU that a rank belongs to, `tp8`: of the same training ranks one, the first.
 
     q carries slabs of a shared snapshot between nodes, in groups of the sizes `gathers` (`between_nodes`): in a node
     ranks write into each other's pages. Refresh spans both pools of a disaggregated job.
     """
+    if process == "rollout":
+        apart = (f"refresh{job.gpus}",) if job.disaggregated else ()
+        return (*(f"{name}{job.rollout_tp}" for name in serving.communicators(job)), *apart)
     found: dict[frozenset[int], str] = {}
-    for name, ranks in _groups(job, process, gathers):
+    for name, ranks in _groups(job, gathers):
         if len(ranks) > 1:
             found.setdefault(ranks, f"{name}{len(ranks)}")
     return tuple(found.values())
 
 
-def _groups(job: Job, process: str, gathers: tuple[int, ...]) -> Iterator[tuple[str, frozenset[int]]]:
-    """The groups that the first rank of a process kind sends in by NCCL, with their ranks."""
-    if process == "rollout":
-        yield "tp", frozenset(range(job.rollout_tp))
-    else:
-        for d in map(job.degrees, job.roles):
-            yield from (("tp", _block(d, tp=d.tp)), ("pp", _block(d, pp=d.pp)))
-            yield from (("cp", _block(d, replicas=d.cp)), ("ep", _block(d, replicas=d.ep)))
-        yield from (("dp", _block(d, replicas=d.replicas)) for d in map(job.degrees, job.trained))
-        policy = job.degrees(job.policy)
-        for (
-            size
-        ) in gathers:  # slabs of q ranks, of every stage; of experts also those of the ranks that they are cut over
-            experts = size // (job.q * policy.pp)
-            yield "q", _block(policy, tp=job.q, replicas=experts, pp=policy.pp)
+def _groups(job: Job, gathers: tuple[int, ...]) -> Iterator[tuple[str, frozenset[int]]]:
+    """The groups that the first training rank sends in by NCCL, with their ranks."""
+    for d in map(job.degrees, job.roles):
+        yield from (("tp", _block(d, tp=d.tp)), ("pp", _block(d, pp=d.pp)))
+        yield from (("cp", _block(d, replicas=d.cp)), ("ep", _block(d, replicas=d.ep)))
+    yield from (("dp", _block(d, replicas=d.replicas)) for d in map(job.degrees, job.trained))
+    policy = job.degrees(job.policy)
+    for size in gathers:  # q ranks of every stage; experts lie on several replicas too
+        yield "q", _block(policy, tp=job.q, replicas=size // (job.q * policy.pp), pp=policy.pp)
     if job.disaggregated:
         yield "refresh", frozenset(range(job.gpus))
 
@@ -76,12 +74,15 @@ def _block(d: Degrees, tp: int = 1, replicas: int = 1, pp: int = 1) -> frozenset
     )
 
 
-def process_bytes(job: Job, groups: tuple[str, ...]) -> int:
-    """CUDA context and NCCL buffers of one process: the job's figures, else the measured ones; nothing on the host."""
+def process_bytes(job: Job, groups: tuple[str, ...], buffers: int = 0) -> int:
+    """CUDA context and NCCL buffers of one process: the job's figures, else the measured ones; nothing on the host.
+
+    Beside them an engine's own `buffers`.
+    """
     cluster = job.cluster
     context = CONTEXT_MIB * MIB if cluster.context_gib is None else gib_to_nbytes(cluster.context_gib)
     nccl = communication_mib(len(groups)) * MIB if cluster.nccl_gib is None else gib_to_nbytes(cluster.nccl_gib)
-    return 0 if job.on_host else context + (nccl if groups else 0)
+    return 0 if job.on_host else context + (nccl if groups else 0) + buffers
 
 
 def held_parameters(job: Job, role: str, part: Part) -> int:

@@ -69,9 +69,21 @@ class Sizes:
     def context(self, process: str) -> int:
         """A CUDA context, and NCCL's buffers for every group of GPUs that the process is in."""
         cluster, groups = self.job.cluster, len({ranks for ranks in self.groups(process) if len(ranks) > 1})
+        buffers = 0
+        if process == "rollout" and self.job.rollout_tp > 1:
+            more, buffers = self.engines_own()
+            groups += more
         context = CONTEXT_MIB * MIB if cluster.context_gib is None else gib_to_nbytes(cluster.context_gib)
         nccl = communication_mib(groups) * MIB if cluster.nccl_gib is None else gib_to_nbytes(cluster.nccl_gib)
-        return 0 if self.job.on_host else context + (nccl if groups else 0)
+        return 0 if self.job.on_host else context + (nccl if groups else 0) + buffers
+
+    def engines_own(self) -> tuple[int, int]:
+        """Communicators that a rollout engine has beyond one over its ranks, and bytes of its own all-reduces."""
+        rollout = self.job.roles[self.job.policy].rollout
+        facts = engine(rollout.engine) if rollout else None
+        named = getattr(facts, "communicators", None)
+        own = 0 if self.job.cluster.nccl_gib is not None else getattr(facts, "all_reduce_bytes", 0)
+        return len(named(self.job.spec)) - 1 if named else 0, own
 
     def groups(self, process: str) -> Iterator[frozenset[int]]:
         """Groups of GPUs that NCCL sends in, by the ranks of the first of each; one of the same ranks is the same."""
