@@ -42,6 +42,17 @@ def test_gradients_of_two_roles_leave_in_pieces_and_two_steps_are_those_of_the_t
     compare("ppo", plan, 2)
 
 
+def test_gradients_that_left_in_pieces_come_back_whole_and_two_steps_are_those_of_the_textbook() -> None:
+    """The critic's make room for the actor's work, and are in HBM again for their update."""
+    plan = plan_of("ppo", schedule="serial", cluster={"capacity_gib": "4812 KiB"})
+    places = plan.object("critic.gradients").residency
+    train, between, update = (places[w] for w in ("P2 train-critic", "P2 train-actor", "P3 update-critic"))
+    assert (train, between, update) == ("hbm", "host", "hbm")
+    assert list(in_pieces(plan)) == ["critic"]
+    assert plan.summary.times.hidden_offload_s > 0
+    compare("ppo", plan, 2)
+
+
 def test_gradients_of_two_roles_that_leave_in_pieces_give_the_bits_of_those_that_stay() -> None:
     """Under every schedule, whatever its chunks."""
     single = {"dtype": "float32"}

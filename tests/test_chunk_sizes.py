@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +104,25 @@ def test_a_number_of_chunks_that_cannot_be_made_is_refused() -> None:
     assert str(refused.value) == (
         "optimizer.chunks: 5 x 64 parameters of a rank do not make 4 equal chunks\n    try: 3 or 5, or auto"
     )
+
+
+RESIDENT = """\
+model: Qwen2.5-VL-3B
+cluster: {gpu: H200, gpus_per_node: 1, host_memory_gb: 128}
+roles:
+  actor:
+    train: {engine: megatron}
+    rollout: {engine: vllm, kv_cache_gib: 40}
+  reference:
+    score: {engine: megatron}
+workload: {prompts: 4, group: 8, prompt_tokens: 4096, response_tokens: 512}
+"""
+
+
+def test_an_update_in_hbm_on_a_gpu_takes_a_page(tmp_path: Path) -> None:
+    """torch's fused Adam reads and writes the states where they are: one chunk, and room for the numbers of a step."""
+    (tmp_path / "job.yaml").write_text(RESIDENT)
+    plan = compile_plan(load_algorithm("examples/grpo.py"), load_job(tmp_path / "job.yaml"))
+    assert all(set(plan.object(f"actor.{name}").residency.values()) <= {"hbm", "-"} for name in ("master", "moments"))
+    assert plan.object("optimizer.workspace").bytes == plan.summary.chunks.optimizer.workspace_bytes == 2 << 20
+    assert plan.summary.chunks.optimizer.count == 1

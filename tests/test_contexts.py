@@ -7,6 +7,7 @@ import pytest
 from rollplex.ir.hardware import communication_mib
 from rollplex.ir.job import Job, load_job
 from rollplex.ir.loading import load_algorithm
+from rollplex.ir.serving import context_bytes
 from rollplex.passes.pipeline import compile_plan
 from rollplex.passes.work import communicators, process_bytes
 
@@ -28,10 +29,41 @@ def test_a_rank_is_in_the_groups_of_its_degrees() -> None:
     one, four = load_job(X8), load_job(X32)
     assert communicators(one, "train", ()) == ("tp8",)
     assert communicators(four, "train", ()) == ("tp8", "dp4")
-    assert communicators(one, "rollout", ()) == ("tp4",)
+    assert communicators(one, "rollout", ()) == ("tp4", "logits4")
     plan = compile_plan(load_algorithm("examples/grpo.py"), four)
     assert plan.summary.layout.q == 2
     assert "NCCL over tp8, dp4" in plan.object("train.context").why
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "mib"),
+    [
+        ("Qwen2.5-VL-32B", 1, 774),
+        ("Qwen2.5-VL-32B", 2, 774 + 840 + 485 + 88),
+        ("Qwen3-VL-30B-A3B", 2, 774 + 840 + 970 + 88),
+    ],
+)
+def test_vllm_has_groups_of_its_own(model: str, tp: int, mib: int) -> None:
+    """Its all-reduces' and torch's, which gathers logits, over the same ranks; with experts a third."""
+    overrides = [
+        f"model.name={model}",
+        f"roles.actor.rollout.tensor_parallel={tp}",
+        "roles.actor.train.tensor_parallel=4",
+    ]
+    job = load_job(X8, [*overrides, "roles.reference.score.tensor_parallel=4"])
+    plan = compile_plan(load_algorithm("examples/grpo.py"), job)
+    assert 0 <= plan.object("rollout.context").bytes - mib * MIB < 2 * MIB
+    stated = load_job(X8, [*overrides, "roles.reference.score.tensor_parallel=4", "cluster.nccl_gib=1"])
+    assert context_bytes(stated) == (774 + 1024 * (tp > 1)) * MIB
+
+
+def test_groups_of_the_same_ranks_are_one() -> None:
+    """Rollout TP 1: the eight whose slabs make up a shard are those of TP 8; two contexts of pages are as many."""
+    one = load_job(X8, ["roles.actor.rollout.tensor_parallel=1"])
+    assert one.q == one.train_tp == 8
+    assert communicators(one, "train", (1, 8)) == ("tp8",)
+    plan = compile_plan(load_algorithm("examples/grpo.py"), one)
+    assert plan.object("train.context").bytes == (774 + 840) * MIB
 
 
 def test_nccl_carries_what_comes_from_other_nodes() -> None:
@@ -45,7 +77,7 @@ def test_nccl_carries_what_comes_from_other_nodes() -> None:
     contexts = [compile_plan(load_algorithm("examples/grpo.py"), load_job(X32, [*moe, o])) for o in found]
     whys = [plan.object("train.context").why for plan in contexts]
     assert "NCCL over tp4, ep4, dp8, q8" in whys[0]
-    assert "NCCL over tp4, pp2, ep4, dp4, q4, q16" in whys[1]
+    assert "NCCL over tp4, pp2, ep4, q4, q16" in whys[1]  # of four replicas, over which experts are cut too
 
 
 def sized(groups: tuple[str, ...], *overrides: str) -> float:

@@ -11,7 +11,7 @@ from rollplex.passes.residency import FAMILIES, Model, Place, Residency, read
 from rollplex.passes.residency_data import UNIT, Data, data_of
 from rollplex.passes.schedule import Call, Schedule, windows_of
 from rollplex.passes.solver import constrain, minimise
-from rollplex.passes.state import START, Lifetimes, StateObject
+from rollplex.passes.state import START, Lifetimes, SizeChoice, StateObject
 from rollplex.passes.timeline import Added
 
 JOB = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
@@ -116,6 +116,21 @@ def test_serial_phases_hide_nothing() -> None:
     data = data_of(load_job(JOB), schedule("serial"), Lifetimes(()), Added())
     assert [k.windows for k in data.stretches] == [(w,) for w in data.windows]
     assert not any(k.slack_us for k in data.stretches)
+
+
+@pytest.mark.parametrize(("again", "place"), [(20, "dropped"), (40, "hbm")])
+def test_what_is_dropped_must_fit_where_it_is_made_again(again: int, place: Place) -> None:
+    """[ 28 GiB saved | 5 of work ] in [ 30 GiB ]: 3 over; dropped, [ work ] has 20, or else 40, which is 10 over."""
+    names = schedule("serial").names()
+    train, (*_, prefix) = names[-3], (n for n in names[:-3] if "prefix" in n)
+    saved = StateObject("saved", "", "phase-local", "actor", 28 * GIB, dict.fromkeys((prefix, train), "stream"),
+                        produced=prefix, recomputable=True, options=frozenset({"hbm", "dropped"}))  # fmt: skip
+    work = StateObject("work", "", "phase-local", "actor", 5 * GIB, {train: "hbm"}, produced=train, workspace=True)
+    sizes = SizeChoice(1, {"work": 5 * GIB}, {"saved": {"work": again * GIB}})
+    job = load_job(JOB, ["cluster.capacity_gib=30"])
+    found = solve(data_of(job, schedule("serial"), Lifetimes((saved, work), (sizes,)), Added()))
+    assert set(found.places["saved"].values()) == {place}
+    assert found.over_hbm == ({} if place == "dropped" else {train: 3 * GIB})
 
 
 def test_an_object_that_nothing_makes_again_is_never_dropped() -> None:

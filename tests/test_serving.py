@@ -45,7 +45,7 @@ def test_the_share_is_of_the_total_memory(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, text))
     spec = load_model("Qwen2.5-VL-32B")
     weights = 2 * (spec.rank_parameters(4, "language") + spec.vision_parameters)
-    left = int(0.6 * round(79.1 * GIB)) - weights - 3 * GIB - (774 + 840) * MIB
+    left = int(0.6 * round(79.1 * GIB)) - weights - 3 * GIB - (774 + 840 + 485 + 88) * MIB
     assert job.kv_cache_bytes == left // (2 * MIB) * 2 * MIB
     plan = compile_plan(GRPO, job)
     assert plan.object("rollout.kv").bytes == job.kv_cache_bytes
@@ -122,7 +122,7 @@ def test_too_little_for_one_sequence_is_refused_with_numbers(tmp_path: Path) -> 
     """A100-40 (39.4 GiB), 0.45 of it: weights of 16.5 GiB leave less than nothing beside the profile."""
     text = edited(("gpu: H800", "gpu: A100-40"), ("      kv_cache_gib: 29\n", "      gpu_memory_utilization: 0.45\n"))
     error = str(refusal(tmp_path, text))
-    assert "0.45 of 39.4 GiB is 17.7 GiB: weights 16.5 GiB, profile peak 3.0 GiB and context 1.6 GiB leave" in error
+    assert "0.45 of 39.4 GiB is 17.7 GiB: weights 16.5 GiB, profile peak 3.0 GiB and context 2.1 GiB leave" in error
     assert "less than nothing, and one sequence of 10240 tokens takes 640.0 MiB" in error
 
 

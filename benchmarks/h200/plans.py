@@ -3,8 +3,8 @@
 python -m benchmarks.h200.plans DIR [--job job_3b_x2] [--data text_mixed] [--weights /dev/shm/w3b] [KEY=VALUE ..]
 python -m benchmarks.h200.plans DIR --job job_x2                                       DIR/soak.json, of two GPUs
 
-The actor's prefix runs with its group (the jobs' `prefix_saved: group`), so only the reference's runs beside decode, but
-in the streamed schedule and where a name says so. A share is solved where the keys name a calibration. On two GPUs
+The actor's prefix runs with its group (`prefix_saved: group` of the jobs) and only the reference's runs beside decode,
+but in the streamed schedule and where a name says so. A share is solved where the keys name a calibration. On two GPUs
 rollout at TP 1 and, matched, at TP 2, for which a calibration of TP 1 is none. The soak is matched: both engines sum
 over both GPUs at the same time.
 """

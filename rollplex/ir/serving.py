@@ -78,12 +78,28 @@ def weight_bytes(s: Serving) -> int:
     return own * s.itemsize + s.adapter_bytes
 
 
+def communicators(job: Job) -> tuple[str, ...]:
+    """NCCL's communicators among the ranks of a rollout engine, which may have several; a rank alone has none."""
+    rollout = job.roles[job.policy].rollout
+    assert rollout is not None
+    own = getattr(engine(rollout.engine), "communicators", None)
+    return () if job.rollout_tp == 1 else own(job.spec) if own else ("tp",)
+
+
+def all_reduce_bytes(job: Job) -> int:
+    """Buffers of a rollout engine's own all-reduces, beside NCCL's; nothing where the job states NCCL's."""
+    rollout = job.roles[job.policy].rollout
+    assert rollout is not None
+    alone = job.rollout_tp == 1 or job.cluster.nccl_gib is not None
+    return 0 if alone else getattr(engine(rollout.engine), "all_reduce_bytes", 0)
+
+
 def context_bytes(job: Job) -> int:
-    """CUDA context and NCCL buffers of a rollout process."""
-    cluster, groups = job.cluster, int(job.rollout_tp > 1)
+    """CUDA context and buffers of NCCL and all-reduces of a rollout process."""
+    cluster, groups = job.cluster, len(communicators(job))
     context = CONTEXT_MIB * MIB if cluster.context_gib is None else gib_to_nbytes(cluster.context_gib)
-    nccl = communication_mib(groups) * MIB if cluster.nccl_gib is None else groups * gib_to_nbytes(cluster.nccl_gib)
-    return 0 if job.on_host else context + nccl
+    nccl = communication_mib(groups) * MIB if cluster.nccl_gib is None else gib_to_nbytes(cluster.nccl_gib)
+    return 0 if job.on_host else context + (nccl if groups else 0) + all_reduce_bytes(job)
 
 
 def budget(job: Job) -> Budget | None:

@@ -26,8 +26,8 @@ class Work:
     layers of their own number. Ranks that share a sequence pass keys and values around (ring), or `by_heads` swap
     tokens for heads inside attention (Ulysses). With `adapters` only they are trained. In a later turn the
     group has `sequences` histories, `prompt_tokens` are those that are new in one, behind `before` of the pieces it
-    extends; `others` are a rank's tokens in the group's other pieces, whose gradients wait meanwhile. Where a prefix's
-    saved state is to be `dropped`, its backward makes it again.
+    extends; `others` are a rank's tokens in the group's other pieces, whose gradients wait meanwhile. Where a plan has
+    a prefix's saved state `dropped`, its backward makes it again.
     """
 
     spec: ModelSpec
@@ -144,7 +144,6 @@ def role_work(job: Job, role: str) -> Work:
         adapters=trained_spec(job, role).adapters,
         steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
         by_heads=job.whole_sequences(role),
-        dropped=job.roles[role].prefix_saved == "dropped",
         on_cpu=job.on_host,
     )
 

@@ -18,6 +18,7 @@ from rollplex.passes.update_sizes import (
     ALIGN,
     chunks_in_flight,
     flying_bytes_per_element,
+    pages,
     updating_bytes_per_element,
     wanted_chunks,
     workspace_name,
@@ -48,6 +49,7 @@ class Data:
     held: int | None = None
     updating_bytes: int = 0
     beside: dict[int, int] = field(default_factory=dict)
+    page_bytes: int = 1
 
     @property
     def units(self) -> int:
@@ -55,8 +57,9 @@ class Data:
         return -(-self.parameters // ALIGN)
 
     def workspace_bytes(self, elements: int) -> int:
-        """All that chunks of so many parameters take together."""
-        return min(self.in_flight * elements, self.parameters) * self.element_bytes + elements * self.updating_bytes
+        """All that chunks of so many parameters take together, in whole pages: one for the numbers of a step alone."""
+        flying = min(self.in_flight * elements, self.parameters) * self.element_bytes
+        return max(self.page_bytes, pages(flying + elements * self.updating_bytes, self.page_bytes))
 
     def suffix_bytes(self, choice: SizeChoice, window: str) -> int:
         """W[m,w]: all suffix workspaces that are alive in the window together."""
@@ -65,7 +68,10 @@ class Data:
 
 def gather(module: Module) -> Data:
     """The data of the policy's update and of the suffix steps of all roles, from the module's facts."""
-    return _data(module, module.job.policy, module[Schedule].names(), module[Lifetimes].choices)
+    places = module[Residency].places
+    dropped = [name for name, by_window in places.items() if "dropped" in by_window.values()]
+    choices = tuple(choice.with_dropped(dropped) for choice in module[Lifetimes].choices)
+    return _data(module, module.job.policy, module[Schedule].names(), choices)
 
 
 def gather_update(module: Module, role: str, chosen: SizeChoice) -> Data:
@@ -84,12 +90,15 @@ def _data(module: Module, role: str, windows: tuple[str, ...], choices: tuple[Si
     held = module[HeldSizes].chunk_elements if role == job.policy else None
     wanted = wanted_chunks(job, -(-parameters // ALIGN))
     rewritten = rewritten_objects(module) if role == job.policy else {}
+    sized = {w: scalable | chunked | (rewritten.keys() if w == update else set()) for w in windows}
+    flying, updating = flying_bytes_per_element(job, bool(at_host)), updating_bytes_per_element(job, role)
+    least = {update: 0 if flying or updating else job.device.page_bytes}
     return Data(
         parameters=parameters,
         in_flight=chunks_in_flight(job, role) if at_host else 1,
-        element_bytes=flying_bytes_per_element(job, bool(at_host)),
-        updating_bytes=updating_bytes_per_element(job, role, bool(at_host)),
-        room={w: _room(module, w, scalable | chunked | (rewritten.keys() if w == update else set())) for w in windows},
+        element_bytes=flying,
+        updating_bytes=updating,
+        room={w: _room(module, w, names) - least.get(w, 0) for w, names in sized.items()},
         choices=choices,
         alive={name: lifetimes[name].alive(schedule.names()) for name in scalable},
         update_window=update,
@@ -98,6 +107,7 @@ def _data(module: Module, role: str, windows: tuple[str, ...], choices: tuple[Si
         wanted=wanted,
         held=held,
         beside=_beside(job, rewritten, wanted, held),
+        page_bytes=job.device.page_bytes,
     )
 
 

@@ -3,9 +3,10 @@
 Data        P       parameters a rank updates, in units of 64          s    chunks in flight (load, update, return)
             B       bytes of one unit in flight: gradient, master weight and two moments; nothing where all of them
                     are resident: the update is in place (s = 1)
-            A       bytes that Adam allocates for one unit of the chunk that it updates
+            A       bytes that Adam allocates for one unit of the chunk that it updates; nothing on a GPU
             R[w]    room: capacity less what residency holds in window w, workspaces left out; whole pages
-            M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces alive in w with m responses a step
+            M, W[m,w]   divisors m of the group, and the bytes of suffix workspaces alive in w with m responses a step,
+                    with room to make again what residency drops
             S[E]    bytes of snapshot and gradients together at the fullest moment of an update with chunks of E units,
                     where it makes a released snapshot again (releasing.py); R[w] is without them then. Else nothing
             a, L    time of one unit through the host link (zero where the state is resident), of one launch
@@ -46,7 +47,6 @@ from rollplex.passes.state import HeldSizes, Lifetimes, SizeChoice
 from rollplex.passes.update_sizes import (
     ALIGN,
     chunk_bytes_per_element,
-    pages,
     resident_bytes,
     workspace_name,
 )
@@ -198,12 +198,11 @@ def read(job: Job, model: Model, solution: Solution) -> Chunks:
 def _optimizer(job: Job, model: Model, solution: Solution) -> OptimizerChunks:
     data = model.data
     elements = min(solution.value(model.units) * ALIGN, data.parameters)
-    workspace = pages(data.workspace_bytes(elements), job.device.page_bytes)
     return OptimizerChunks(
         count=-(-data.parameters // elements),
         elements=elements,
         bytes=elements * chunk_bytes_per_element(job),
-        workspace_bytes=workspace,
+        workspace_bytes=data.workspace_bytes(elements),
     )
 
 
@@ -223,12 +222,11 @@ def with_update(job: Job, chunks: Chunks, role: str, optimizer: OptimizerChunks,
 
 def largest(module: Module) -> SizeChoice:
     """The most responses a step beside a resident optimizer: (7) alone decides; the smallest where none fits."""
-    choices = module[Lifetimes].choices
     if module[Schedule].kind == "naive":
-        return choices[0]  # activations of one at a time are resident (paper, Table 1)
+        return module[Lifetimes].choices[0]  # activations of one at a time are resident (paper, Table 1)
     data = gather(module)
-    fit = (c for c in choices if all(data.suffix_bytes(c, w) <= room for w, room in data.room.items()))
-    return max(fit, key=lambda c: c.responses, default=choices[0])
+    fit = (c for c in data.choices if all(data.suffix_bytes(c, w) <= room for w, room in data.room.items()))
+    return max(fit, key=lambda c: c.responses, default=data.choices[0])
 
 
 def whole_update(job: Job, chosen: SizeChoice, others: tuple[str, ...]) -> Chunks:
@@ -261,13 +259,13 @@ class ChunkSizesPass:
 
     def run(self, module: Module) -> Module:
         """Solve; see the module's docstring."""
-        job, lifetimes = module.job, module[Lifetimes]
+        job = module.job
         others = tuple(r for r in module[Schedule].trained if r != job.policy)
-        if workspace_name(job, job.policy) not in lifetimes:
+        if workspace_name(job, job.policy) not in module[Lifetimes]:
             return module.put(whole_update(job, largest(module), others))
-        model, solution = self._solve(job, gather(module))
-        chunks = read(job, model, solution)
-        chosen = next(c for c in lifetimes.choices if c.responses == chunks.summary.microbatch.suffix_responses)
+        data = gather(module)
+        chunks = read(job, *self._solve(job, data))
+        chosen = next(c for c in data.choices if c.responses == chunks.summary.microbatch.suffix_responses)
         for role in others:
             model, solution = self._solve(job, gather_update(module, role, chosen))
             chunks = with_update(job, chunks, role, _optimizer(job, model, solution), solution.results)

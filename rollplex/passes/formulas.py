@@ -9,13 +9,14 @@ the bytes that the plan has, in whole pages. An object that has none, or another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from rollplex.ir.formula import Formula, largest, n, part, up
 from rollplex.ir.hardware import COMMUNICATOR_MIB, CONTEXT_MIB, FIRST_COMMUNICATOR_MIB
 from rollplex.ir.job import Job
 from rollplex.ir.lora import trained_parts
 from rollplex.ir.plan import Plan
-from rollplex.ir.serving import budget
+from rollplex.ir.serving import all_reduce_bytes, budget
 from rollplex.ir.shards import EXPERTS, Degrees, stages_of
 from rollplex.ir.sizes import gib_to_nbytes
 from rollplex.ir.spec import ModelSpec, Part, Tensor
@@ -136,7 +137,7 @@ class Formulas:
         )
         adam = elements * n(2, "states of Adam's") * self.wide
         if not streamed:
-            return adam
+            return adam if self.job.on_host else n(self.job.device.page_bytes, "B: numbers of a step")
         several, every = (
             n(self.job.optimizer.in_flight, "chunks in flight") * elements,
             self.parameters(role, mine=True),
@@ -165,7 +166,11 @@ class Formulas:
             return base
         more = n(groups - 1, "more groups") * n(COMMUNICATOR_MIB, "MiB")
         first = n(FIRST_COMMUNICATOR_MIB, "MiB first NCCL group")
-        return base + ((first + more) * MIB if nccl is None else n(gib_to_nbytes(nccl), "B of NCCL"))
+        if nccl is not None:
+            return base + n(gib_to_nbytes(nccl), "B of NCCL")
+        own = all_reduce_bytes(job) if process == "rollout" else 0
+        found = base + (first + more) * MIB
+        return found + n(own, "B: the engine's own all-reduces") if own else found
 
     def kv(self) -> Formula:
         """The KV budget that the job states; under a share of memory what is left of that, in whole pages."""
@@ -248,7 +253,12 @@ class Formulas:
         stated = self.job.trainer(role).microbatch if self.job.whole_sequences(role) else "auto"
         chosen = self.plan.summary.chunks.microbatch.suffix_responses
         work = one_response(role_work(self.job, role), chosen if stated == "auto" else stated)
-        return whole_call(work) if self.whole(role) else work
+        return whole_call(work) if self.whole(role) else replace(work, dropped=self.drops(role))
+
+    def drops(self, role: str) -> bool:
+        """Whether a prefix backward makes again what its prefix has not kept."""
+        saved = (o for o in self.plan.summary.objects if o.name == f"{role}.prefix_saved")
+        return any("dropped" in o.residency.values() for o in saved)
 
 
 # ---- parameters

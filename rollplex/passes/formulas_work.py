@@ -91,7 +91,7 @@ class Tokens:
         moe = self.work.spec.moe
         plain = count if moe is None else len(moe.dense_layers) if self.work.pp == 1 else 0
         feed = n(plain, "layers") * self.dense() + n(count - plain, "layers") * self.moe()
-        return self.named("all layers", n(count, "layers") * self.attention() + feed)
+        return self.named(f"all {count} layers", n(count, "layers") * self.attention() + feed)
 
     def last(self) -> Formula:
         """Saved of a prefix's last layer, of which keys and values alone are made, outside a checkpoint; all angles."""

@@ -77,7 +77,15 @@ class Inventory(WeightRows):
         stated = job.trainer(job.policy).microbatch if job.whole_sequences(job.policy) else "auto"
         divisors = [m for m in range(1, n + 1) if n % m == 0] if stated == "auto" else [math.gcd(n, stated)]
         rows = ((m, {o.name: pages(o.nbytes, page) for o in self._suffix_workspaces(m)}) for m in divisors)
-        return tuple(SizeChoice(m, sizes) for m, sizes in rows)
+        return tuple(SizeChoice(m, sizes, dict(self._made_again(m))) for m, sizes in rows)
+
+    def _made_again(self, responses: int) -> Iterator[tuple[str, dict[str, int]]]:
+        """By saved state: the activations of a training step whose prefix backward makes that again first."""
+        for role in () if self.naive else (r for r in self.trained() if not self.whole(r)):
+            for work in self._works(role, responses):
+                nbytes = self.facts(role).train_activation_bytes(replace(work, dropped=True))
+                room = pages(nbytes, self.job.device.page_bytes)
+                yield turned(f"{role}.prefix_saved", work.turn), {activations_name(self.job, role): room}
 
     # ---- rollout engine
 
@@ -144,24 +152,16 @@ class Inventory(WeightRows):
             )  # fmt: skip
 
     def _saved_places(self, role: str) -> frozenset[Residency]:
-        """What is dropped is made again through the tower, which only the policy's is sure to be there for.
-
-        On a GPU all that a prefix saves is too much to drop unasked: no window has room to make it again.
-        """
+        """What is dropped is made again through the tower, which only the policy's is sure to be there for."""
         wanted, own = self.job.roles[role].prefix_saved, role != self.job.policy and not shares_tower(self.job, role)
         places: tuple[Residency, ...] = ("hbm", "host", "dropped")
         if wanted == "group":  # made and used in one window
             return frozenset({"hbm"})
         if self.off("state_offload"):
             places = ("hbm",)
-        elif wanted == "auto" and self._needs_room(role, own):
+        elif wanted == "auto" and own and not trains_vision(self.job, role):
             places = ("hbm", "host")
         return frozenset(p for p in places if wanted in ("auto", p))
-
-    def _needs_room(self, role: str, own: bool) -> bool:
-        """Whether a window needs room for what is made again, which only a job that asks for it gives."""
-        everything = not self.job.on_host and self.job.roles[role].recompute != "full"
-        return everything or (own and not trains_vision(self.job, role))
 
     def _workspaces(self) -> Iterator[StateObject]:
         job = self.job
@@ -243,7 +243,7 @@ class Inventory(WeightRows):
             nbytes = resident_bytes(job, role, parameters)
             yield self._workspace(f"{role}.adam", f"{role} Adam temporaries", nbytes, update)
         if not (self.naive or whole):
-            flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role, True)
+            flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role)
             held = self.held_elements if role == job.policy else None
             elements = reserved_elements(job, parameters, held)
             nbytes = elements * (chunks_in_flight(job, role) * flying + updating)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rollplex.ir.lora import merges
 from rollplex.ir.plan import Residency
+from rollplex.ir.serving import all_reduce_bytes
 from rollplex.ir.work import trains_vision
 from rollplex.passes.inventory_adapters import AdapterRows
 from rollplex.passes.inventory_rows import Places
@@ -24,10 +25,11 @@ class WeightRows(AdapterRows):
         """What each process takes of its GPU before it allocates anything: no plan moves or releases it."""
         for process, title in (("train", "training"), ("rollout", "rollout")):
             groups = communicators(self.job, process, self.gathers if self.shared else ())
+            buffers = all_reduce_bytes(self.job) if process == "rollout" else 0
             over = f", NCCL over {', '.join(groups)}" if groups else ""
             yield StateObject(
                 f"{process}.context", f"{title} CUDA context{', NCCL' if groups else ''}", "permanent", "",
-                process_bytes(self.job, groups), {}, process=process, always=True,
+                process_bytes(self.job, groups, buffers), {}, process=process, always=True,
                 why=f"of the process itself: CUDA context{over}",
             )  # fmt: skip
 

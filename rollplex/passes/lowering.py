@@ -141,10 +141,8 @@ class Context:
         return [o for o in self.module[Lifetimes].objects if o.process == process]
 
     def leaves_in_pieces(self, name: str, window: str) -> bool:
-        """Whether an object leaves beside the backward that ends it: in the last window that has it in HBM."""
-        if name not in self.module[Residency].in_pieces:
-            return False
-        return window == [w for w in self.schedule.names() if self.place(name, w) == "hbm"][-1]
+        """Whether an object leaves beside the backward that ends it; it may be in HBM again later."""
+        return name in self.module[Residency].in_pieces and window == self.module[Lifetimes][name].final
 
     # ---- a snapshot whose pages go, and come back chunk by chunk
 

@@ -2,14 +2,14 @@
 
 Data        b[o], C, H, F[o,w]   as in residency.py          B[p]   bytes of p that the pinned pool always backs
             N, D     host memory of a node, what its processes and a step's batch take of it (fullest node)
-Relaxed     (3) and (6) to (9) are dropped: every object is free to be in another place in every window
+Relaxed     (3), (6) to (9) and (14) are dropped: every object is free to be in another place in every window
 Constraints (R1)  f[p,w] = max_m sum_{o in p: F[o,w] = {hbm}} b[o,m] <= C         what must be in HBM fits
             (R2)  f[p,w] + sum_{o in p: may be at the host, never dropped} b[o,m] <= C + H - B[p]
                                                                            what must be somewhere fits
             (R3)  D + (B of every GPU of the node) <= N
 Result      lack[w]   most bytes of a pool by which (R1) or (R2) fails, lack[node] (R3). A job with any is infeasible,
                       others may be.
-            has_room  whether (1) to (5) have a solution with over = short = 0: what residency can place
+            has_room  whether (1) to (5) and (14) have a solution with over = short = 0: what residency can place
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollplex.passes.solver import constrain, satisfiable
 from rollplex.passes.state import Lifetimes
 
 ONLY_HBM = frozenset({"hbm"})
-PLACING = tuple(family for family in FAMILIES if family.number <= 5)
+PLACING = tuple(family for family in FAMILIES if family.number in (1, 2, 3, 4, 5, 14))
 
 
 def lack(module: Module) -> dict[str, int]:

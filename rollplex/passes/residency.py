@@ -12,19 +12,21 @@ Data        o, w     object, window              w-1      the window of A[o] bef
             g[w]     seconds of compute of w, behind which saved states (recomputable objects) stream
             M[w]     moments of w: of the update, if it makes a released snapshot again, those at which most is there;
                      b[o,m] bytes of o then (releasing.py); q[w] seconds that its pages take to go and come
+            a(o,v) bytes of v if it has room to make o again, for a saved state o and a workspace v
             k        a stretch: all overlapped windows of a turn of phase P1 together, every other window alone
             slack[k] seconds of transfer that hide in it: the decode tail that the prefixes leave over, or all of decode
                      where rollout has GPUs of its own; between turns the environment's too
 Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w      over[p,w], short[p,w]  bytes over C and H
             up, down[o,w]  o moves host -> HBM / HBM -> host before w        V      the most bytes over a capacity
             z[o]           o leaves in pieces, in f(o)
+            G[v]           bytes that v has beyond b[v], to make again what is dropped; none of other objects
             s[w]           seconds by which saved states outlast the compute of w
             e[k]           exposed seconds                                   P      peak bytes
             T              peak bytes within the last tenth of C
 Constraints (1)  h + c + d = 1                                 w in A[o]
             (2)  place[o,w] = 0                                w in A[o], place not in F[o,w]
             (3)  place[o,w] = place[o,w-1]                     o recomputable: one place for its life
-            (4)  sum_{o in p} b[o,m] h[o,w] <= C + over[p,w]   m in M[w]           capacity of HBM
+            (4)  sum_{o in p} (b[o,m] h[o,w] + G[o]) <= C + over[p,w]   m in M[w]  capacity of HBM
             (5)  sum_{o in p} b[o] (c[o,w] or host-backed, + z[o] if w = f(o)) <= H + short[p,w]
                                                                                     capacity of the pinned pool
             (6)  up[o,w] >= h[o,w] - h[o,w-1]                  o not recomputable
@@ -33,10 +35,11 @@ Constraints (1)  h + c + d = 1                                 w in A[o]
             (9)  e[k] + slack[k] >= sum_{w in k} s[w] + sum_o t(o) (up + down + c if w in S[o]) + t(recompute) d[o,last]
                                                                + q[w], less (t(o) - r(o)) z[o] in n(o);
                                                                a saved state's c is in s already
-            (10) P >= sum_{o in p} b[o,m] h[o,w]               m in M[w]
+            (10) P >= sum_{o in p} (b[o,m] h[o,w] + G[o])      m in M[w]
             (11) V >= over[p,w],  V >= short[p,w]
             (12) z[o] <= down[o,n(o)]
             (13) T >= P - 9/10 C
+            (14) G[v] >= (a(o,v) - b[v]) d[o,w]                w in A[o], o recomputable
 Objective   V, bytes over capacity in all windows, exposed time, T, bytes moved, peak. V > 0 is infeasible; then C + V
             is the least capacity that would do, and the second objective keeps the other windows as they must be.
             What fits with a tenth to spare does not move; closer to C room is worth more than a quiet link.
@@ -107,12 +110,13 @@ class Model:
     def __init__(self, data: Data) -> None:
         self.data, self.cp = data, cp_model.CpModel()
         pairs = [(o.name, w) for o in data.items for w in o.alive]
-        total = sum(o.units for o in data.items)
+        total = sum(o.units + sum(o.again.values()) for o in data.items)
         self.at: dict[tuple[str, str, Place], cp_model.IntVar] = {
             (o, w, p): self.cp.new_bool_var(f"{p}[{o},{w}]") for o, w in pairs for p in PLACES
         }
         self.up = {(o, w): self.cp.new_bool_var(f"up[{o},{w}]") for o, w in pairs}
         self.down = {(o, w): self.cp.new_bool_var(f"down[{o},{w}]") for o, w in pairs}
+        self.grown = {v: self.cp.new_int_var(0, total, f"G[{v}]") for v in data.grown}
         self.in_pieces = {o.name: self.cp.new_bool_var(f"z[{o.name}]") for o in data.items if o.leaves}
         spots = list(itertools.product(data.pools, data.windows))
         self.over = {(p, w): self.cp.new_int_var(0, total, f"over[{p},{w}]") for p, w in spots}
@@ -126,8 +130,9 @@ class Model:
     def hbm(self, pool: str, window: str) -> Iterator[cp_model.LinearExprT]:
         """Units in HBM of a GPU of the pool at each moment of a window."""
         here = [o for o in self.data.items if o.pool == pool and window in o.places]
+        more = sum(self.grown[o.name] for o in here if o.name in self.grown)
         for then in self.data.moments_of(window):
-            yield sum(then.get(o.name, o.units) * self.at[o.name, window, "hbm"] for o in here)
+            yield sum(then.get(o.name, o.units) * self.at[o.name, window, "hbm"] for o in here) + more
 
     def moves(self, o: Item, window: str) -> cp_model.LinearExprT:
         """How often o crosses the link before or in a window, as a whole."""
@@ -242,13 +247,8 @@ def peak(m: Model) -> None:
 
 
 def near_capacity(m: Model) -> None:
-    """(13)."""
-    m.cp.add(m.near >= m.peak - roomy(m.data.capacity))
-
-
-def roomy(capacity: int) -> int:
-    """What leaves a tenth of a capacity to spare."""
-    return capacity - capacity // 10
+    """(13); a tenth of the capacity is to spare."""
+    m.cp.add(m.near >= m.peak - (m.data.capacity - m.data.capacity // 10))
 
 
 def most_over(m: Model) -> None:
@@ -262,6 +262,14 @@ def leaving_in_pieces(m: Model) -> None:
     for o in m.data.items:
         if o.leaves:
             m.cp.add(m.in_pieces[o.name] <= m.down[o.name, o.leaves])
+
+
+def made_again(m: Model) -> None:
+    """(14)."""
+    units = {o.name: o.units for o in m.data.items}
+    for o in m.data.items:
+        for (v, again), w in itertools.product(o.again.items(), o.alive):
+            m.cp.add(m.grown[v] >= (again - units[v]) * m.at[o.name, w, "dropped"])
 
 
 FAMILIES: tuple[Family[Model], ...] = (
@@ -278,6 +286,7 @@ FAMILIES: tuple[Family[Model], ...] = (
     Family(11, "the most bytes over a capacity", most_over),
     Family(12, "what leaves in pieces leaves", leaving_in_pieces),
     Family(13, "room close to capacity", near_capacity),
+    Family(14, "room to make again what is dropped", made_again),
 )
 
 

@@ -29,7 +29,7 @@ UNIT = 4096
 class Item:
     """An object o of the maths: b, A and F in `units`, `places`; p of o in `pool`; S and t(.) in microseconds.
 
-    f(o) is `final`, empty for what leaves as a whole; r(o) is `early_us`.
+    f(o) is `final`, empty for what leaves as a whole; r(o) is `early_us`; a(o,v) is `again`, by workspace.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Item:
     streams: frozenset[str] = frozenset()
     link_us: int = 0
     recompute_us: int = 0
+    again: dict[str, int] = field(default_factory=dict)
     final: str = ""
     early_us: int = 0
 
@@ -85,6 +86,11 @@ class Data:
     moments: dict[str, tuple[dict[str, int], ...]] = field(default_factory=dict)
     remap_us: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def grown(self) -> tuple[str, ...]:
+        """Every workspace v in which something is made again."""
+        return tuple(dict.fromkeys(v for o in self.items for v in o.again))
+
     def moments_of(self, window: str) -> tuple[dict[str, int], ...]:
         """M[w]: of each moment the units of what grows or shrinks; in other windows nothing does."""
         return self.moments.get(window, ({},))
@@ -121,10 +127,11 @@ def _released(module: Module, data: Data) -> Data:
 
 def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes, added: Added) -> Data:
     """The data of these objects under a job."""
-    timeline = window_seconds(job, schedule, added)
+    timeline, smallest = window_seconds(job, schedule, added), next(iter(lifetimes.choices), None)
+    again = smallest.again if smallest else {}
     return Data(
         windows=schedule.names(),
-        items=tuple(_item(job, schedule.names(), o) for o in lifetimes.objects),
+        items=tuple(_item(job, schedule.names(), o, again.get(o.name, {})) for o in lifetimes.objects),
         capacity=job.capacity_bytes // UNIT,
         host_capacity=job.host_pool_bytes // job.cluster.gpus_per_node // UNIT,
         stretches=_stretches(schedule, timeline),
@@ -132,7 +139,7 @@ def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes, added: Added) ->
     )
 
 
-def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
+def _item(job: Job, windows: tuple[str, ...], o: StateObject, again: dict[str, int]) -> Item:
     assert "dropped" not in o.options or o.recomputable, f"{o.name} may be dropped, but nothing makes it again"
     alive, costs = o.alive(windows), Costs(job)
     early, final = _early(job, o)
@@ -148,6 +155,7 @@ def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
         streams=frozenset(w for w, how in o.uses.items() if how == "stream"),
         link_us=round(costs.link_s(o.nbytes) * 1e6),
         recompute_us=round(remake * 1e6),
+        again={workspace: -(-nbytes // UNIT) for workspace, nbytes in again.items()},
         final=final,
         early_us=early,
     )
@@ -156,7 +164,7 @@ def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
 def _early(job: Job, o: StateObject) -> tuple[int, str]:
     """Microseconds that are left when it leaves beside the backward that ends it, and the window of that."""
     found = leaving(job, o.role, o.nbytes) if o.by_layer and "host" in o.options else None
-    return (round(found.exposed_s * 1e6), [w for w, how in o.uses.items() if how == "hbm"][-1]) if found else (0, "")
+    return (round(found.exposed_s * 1e6), o.final) if found else (0, "")
 
 
 def _places(o: StateObject, window: str) -> frozenset[Place]:

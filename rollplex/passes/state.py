@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from rollplex.ir.plan import Residency, StateClass
@@ -41,6 +42,11 @@ class StateObject:
     why: str = ""
     turn: int = 1
 
+    @property
+    def final(self) -> str:
+        """The last window that needs all of it in HBM: gradients are complete behind its work."""
+        return [w for w, how in self.uses.items() if how == "hbm"][-1]
+
     def alive(self, windows: tuple[str, ...]) -> tuple[str, ...]:
         """Windows in which the object exists: all of them, or from its production to its last use."""
         if self.always or self.produced == START:
@@ -51,10 +57,21 @@ class StateObject:
 
 @dataclass(frozen=True)
 class SizeChoice:
-    """Bytes of the scalable workspaces when a suffix step takes `responses` responses at a time."""
+    """Bytes of the scalable workspaces when a suffix step takes `responses` responses at a time.
+
+    `again` has, by saved state, the bytes of the workspaces in which it is made again where it is dropped.
+    """
 
     responses: int
     nbytes: dict[str, int]
+    again: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def with_dropped(self, dropped: Collection[str]) -> SizeChoice:
+        """The same number of responses, with room to make these saved states again."""
+        found = dict(self.nbytes)
+        for sizes in (sizes for saved, sizes in self.again.items() if saved in dropped):
+            found |= {name: max(found[name], nbytes) for name, nbytes in sizes.items()}
+        return replace(self, nbytes=found)
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,12 @@ def flying_bytes_per_element(job: Job, streamed: bool) -> int:
     return chunk_bytes_per_element(job) if streamed else 0
 
 
-def updating_bytes_per_element(job: Job, role: str, streamed: bool) -> int:
+def updating_bytes_per_element(job: Job, role: str) -> int:
     """What Adam allocates for one parameter of the chunk that it updates; of those in flight, one is being updated.
 
-    An engine's own kernel, which overlaps with the stream on a GPU, allocates nothing.
+    torch's fused kernel, which runs on a GPU wherever the state is, allocates nothing.
     """
-    fused = streamed and not job.on_host and load_facts(job.trainer(role).engine).overlaps_update
+    fused = not job.on_host and load_facts(job.trainer(role).engine).overlaps_update
     return 0 if fused else ADAM_TEMPORARIES * state_itemsize(job)
 
 

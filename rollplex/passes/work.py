@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from rollplex.ir import serving
 from rollplex.ir.hardware import CONTEXT_MIB, communication_mib
 from rollplex.ir.job import Job
 from rollplex.ir.lora import served_bytes, trained_parts, trained_spec
@@ -21,19 +24,32 @@ def one_copy(job: Job) -> bool:
 
 
 def communicators(job: Job, process: str, gathers: tuple[int, ...]) -> tuple[str, ...]:
-    """Groups of more than one GPU that a training or rollout rank belongs to, `tp8`.
+    """Groups of more than one GPU that a rank belongs to, `tp8`: of the same training ranks one, the first.
 
     q carries slabs of a shared snapshot between nodes, in groups of the sizes `gathers` (`between_nodes`): in a node
     ranks write into each other's pages. Refresh spans both pools of a disaggregated job.
     """
-    apart = [("refresh", job.gpus)] if job.disaggregated else []
     if process == "rollout":
-        found = [("tp", job.rollout_tp), *apart]
-    else:
-        found = [group for role in job.roles for group in _model_groups(job.degrees(role))]
-        found += [("dp", job.degrees(role).replicas) for role in job.trained]
-        found += [*(("q", size) for size in gathers), *apart]
-    return tuple(dict.fromkeys(f"{name}{size}" for name, size in found if size > 1))
+        apart = (f"refresh{job.gpus}",) if job.disaggregated else ()
+        return (*(f"{name}{job.rollout_tp}" for name in serving.communicators(job)), *apart)
+    found: dict[frozenset[int], str] = {}
+    for name, ranks in _groups(job, gathers):
+        if len(ranks) > 1:
+            found.setdefault(ranks, f"{name}{len(ranks)}")
+    return tuple(found.values())
+
+
+def _groups(job: Job, gathers: tuple[int, ...]) -> Iterator[tuple[str, frozenset[int]]]:
+    """The groups that the first training rank sends in by NCCL, with their ranks."""
+    for d in map(job.degrees, job.roles):
+        yield from (("tp", _block(d, tp=d.tp)), ("pp", _block(d, pp=d.pp)))
+        yield from (("cp", _block(d, replicas=d.cp)), ("ep", _block(d, replicas=d.ep)))
+    yield from (("dp", _block(d, replicas=d.replicas)) for d in map(job.degrees, job.trained))
+    policy = job.degrees(job.policy)
+    for size in gathers:  # q ranks of every stage; experts lie on several replicas too
+        yield "q", _block(policy, tp=job.q, replicas=size // (job.q * policy.pp), pp=policy.pp)
+    if job.disaggregated:
+        yield "refresh", frozenset(range(job.gpus))
 
 
 def between_nodes(job: Job, layout: LayoutSummary) -> tuple[int, ...]:
@@ -51,16 +67,22 @@ def between_nodes(job: Job, layout: LayoutSummary) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _model_groups(d: Degrees) -> list[tuple[str, int]]:
-    return [("tp", d.tp), ("pp", d.pp), ("cp", d.cp), ("ep", d.ep)]
+def _block(d: Degrees, tp: int = 1, replicas: int = 1, pp: int = 1) -> frozenset[int]:
+    """The first so many ranks each way, in Megatron-Core's order: tensor, context and data, pipeline parallel."""
+    return frozenset(
+        t + d.tp * (r + d.replicas * stage) for t in range(tp) for r in range(replicas) for stage in range(pp)
+    )
 
 
-def process_bytes(job: Job, groups: tuple[str, ...]) -> int:
-    """CUDA context and NCCL buffers of one process: the job's figures, else the measured ones; nothing on the host."""
+def process_bytes(job: Job, groups: tuple[str, ...], buffers: int = 0) -> int:
+    """CUDA context and NCCL buffers of one process: the job's figures, else the measured ones; nothing on the host.
+
+    Beside them an engine's own `buffers`.
+    """
     cluster = job.cluster
     context = CONTEXT_MIB * MIB if cluster.context_gib is None else gib_to_nbytes(cluster.context_gib)
     nccl = communication_mib(len(groups)) * MIB if cluster.nccl_gib is None else gib_to_nbytes(cluster.nccl_gib)
-    return 0 if job.on_host else context + (nccl if groups else 0)
+    return 0 if job.on_host else context + (nccl if groups else 0) + buffers
 
 
 def held_parameters(job: Job, role: str, part: Part) -> int:

@@ -15,7 +15,7 @@ from rollplex.backends.memory.ledger import Event, Mark
 from rollplex.backends.memory.planned import is_temporary
 from rollplex.backends.memory.usage import TOTAL, bytes_by_window, fullest_by_window, touched_by_window
 from rollplex.ir.plan import Plan
-from rollplex.ir.steps import MapPart, Run, UnmapPart
+from rollplex.ir.steps import Drop, MapPart, Offload, Run, Unmap, UnmapPart
 from rollplex.runtime.protocol import ProcessId
 
 
@@ -180,10 +180,15 @@ def in_parts(plan: Plan) -> set[str]:
 
 
 def planned_pieces(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Bytes of the pieces in which objects leave HBM, in order: beside a backward, or behind chunks of the update."""
+    """Bytes of what leaves HBM in pieces, in order: beside a backward, behind chunks of the update.
+
+    What has come back whole since leaves as a whole later.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for step in (step for program in plan.programs.values() for step in program):
         pieces = step.offloads if isinstance(step, Run) else [step] if isinstance(step, UnmapPart) else []
         for piece in pieces:
             found[piece.object] = (*found.get(piece.object, ()), piece.stop - piece.start)
+        if isinstance(step, Unmap | Offload | Drop) and step.object in found:
+            found[step.object] = (*found[step.object], plan.object(step.object).bytes)
     return found

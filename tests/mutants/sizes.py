@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mutants.agree import with_job
 from mutants.edit import change, mutant, put, steps, summarise, with_layout, with_object
 from mutants.layout import classes, with_class
 from rollplex.ir.check.sizes import OF_PROCESSES, OF_ROLES, OF_TURNS
+from rollplex.ir.engines import engine
+from rollplex.ir.hardware import COMMUNICATOR_MIB
 from rollplex.ir.plan import Candidate, Plan
-from rollplex.ir.steps import Exchange
+from rollplex.ir.planned_job import job_of
+from rollplex.ir.steps import Exchange, Run
+from rollplex.ir.work import one_response, role_work
 
 PAGE = 2 << 20
 
@@ -22,6 +27,31 @@ def object_of_another_size(plan: Plan) -> Iterator[Plan]:
         if o.name in OF_PROCESSES or o.name.rpartition(".")[2] in (*OF_ROLES, *OF_TURNS):
             yield with_object(plan, o.name, bytes=o.bytes + PAGE)
             yield with_object(plan, o.name, bytes=max(0, o.bytes - PAGE))
+
+
+@mutant("size")
+def communicator_of_ranks_that_have_one(plan: Plan) -> Iterator[Plan]:
+    """A rank's slabs are gathered among its tensor-parallel ranks, and counted as another group's."""
+    if plan.object("train.context").bytes and plan.job["cluster"]["nccl_gib"] is None:
+        yield with_object(plan, "train.context", bytes=plan.object("train.context").bytes + COMMUNICATOR_MIB * 2**20)
+
+
+@mutant("size")
+def made_again_without_room(plan: Plan) -> Iterator[Plan]:
+    """What its prefix has saved is used by no backward, which has the room of one that finds it."""
+    for saved in (o for o in plan.summary.objects if o.recomputable and _grows(plan, o.role)):
+        for process, i, step in steps(plan, Run):
+            if step.task == "prefix_backward" and saved.name in (*step.reads, *step.streams):
+                without = {k: tuple(n for n in getattr(step, k) if n != saved.name) for k in ("reads", "streams")}
+                yield put(plan, process, i, step.model_copy(update=without))
+
+
+def _grows(plan: Plan, role: str) -> bool:
+    """Whether a backward that makes its prefix again is the largest of a role's training steps."""
+    job = job_of(plan)
+    facts = engine(job.trainer(role).engine)
+    work = one_response(role_work(job, role), plan.summary.chunks.microbatch.suffix_responses)
+    return facts.train_activation_bytes(replace(work, dropped=True)) > facts.train_activation_bytes(work)
 
 
 @mutant("class")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -65,9 +65,16 @@ def worth_of(data: Data, at: Assignment, pieces: set[str]) -> dict[str, int]:
 
 
 def held_in(data: Data, at: Assignment, pool: str, w: str) -> int:
-    """Pages in HBM at the fullest of the moments of a window."""
+    """Pages in HBM at the fullest of the moments of a window, with those in which something dropped is made again."""
     here = [o for o in data.items if o.pool == pool and at.get((o.name, w)) == {"hbm"}]
-    return max(sum(then.get(o.name, o.units) for o in here) for then in data.moments.get(w, ({},)))
+    more = sum(grown(data, at, o) for o in here)
+    return more + max(sum(then.get(o.name, o.units) for o in here) for then in data.moments.get(w, ({},)))
+
+
+def grown(data: Data, at: Assignment, workspace: Item) -> int:
+    """Pages that a workspace has beyond its own: the most that any one dropped state needs of it."""
+    dropped = [o for o in data.items if any(at[o.name, w] == {"dropped"} for w in o.places)]
+    return max([0, *(o.again.get(workspace.name, 0) - workspace.units for o in dropped)])
 
 
 def pinned_in(data: Data, at: Assignment, pool: str, w: str) -> int:
@@ -135,6 +142,7 @@ class Instance:
 
 SMALL, TIMES = st.integers(1, 6), st.integers(0, 9)
 FREE: list[frozenset[Place]] = [frozenset({"hbm"}), frozenset({"hbm", "host"}), frozenset({"host"})]
+AGAIN = st.fixed_dictionaries({"work": st.integers(1, 9)})
 SAVED = [frozenset(c) for n in (1, 2, 3) for c in itertools.combinations(PLACES, n)]
 
 
@@ -164,14 +172,26 @@ def items(draw: st.DrawFn, name: str, windows: tuple[str, ...]) -> Item:
 
 
 @st.composite
+def workspaces(draw: st.DrawFn, windows: tuple[str, ...]) -> Item:
+    """Temporaries from some window on, in which dropped states are made again."""
+    alive = windows[draw(st.integers(0, len(windows) - 1)) :]
+    return Item("work", draw(SMALL), {w: frozenset[Place]({"hbm"}) for w in alive}, pool="gpus")
+
+
+@st.composite
 def instances(draw: st.DrawFn) -> Instance:
-    """Two to four windows, one to three objects, capacities that may be too small, stretches with slack."""
+    """Two to four windows, one to three objects, capacities that may be too small, stretches with slack.
+
+    Now and then a workspace too, in which saved states that are dropped are made again.
+    """
     windows = tuple("abcd")[: draw(st.integers(2, 4))]
     together = draw(st.integers(1, len(windows)))
     stretches = (windows[:together], *((w,) for w in windows[together:]))
     drawn = tuple(draw(items(f"o{i}", windows)) for i in range(draw(st.integers(1, 3))))
     moment = st.fixed_dictionaries({o.name: st.integers(0, o.units) for o in drawn[:2]})
     remade = draw(st.sampled_from(("", windows[-1])))
+    if draw(st.booleans()):
+        drawn = (*(replace(o, again=draw(AGAIN)) if o.recomputable else o for o in drawn), draw(workspaces(windows)))
     data = Data(
         windows=windows,
         items=drawn,
@@ -247,16 +267,27 @@ def _wide_or_deep() -> Instance:
     return Instance(data, {key: frozenset() for key in ((o.name, w) for o in data.items for w in o.places)})
 
 
-def _quiet_or_roomy() -> Instance:
-    """Two objects of 10 fill a capacity of 20; one may leave, which takes seconds and leaves the last tenth free."""
+def _full(link_us: int) -> Instance:
+    """Two objects of 10 fill a capacity of 20; one may leave, which takes seconds or bytes alone, and frees a tenth."""
     windows: tuple[str, ...] = ("a", "b")
     hbm: frozenset[Place] = frozenset({"hbm"})
     free: frozenset[Place] = frozenset({"hbm", "host"})
-    items = (Item("fixed", 10, {"b": hbm}), Item("free", 10, {"a": hbm, "b": free}, link_us=5))
+    items = (Item("fixed", 10, {"b": hbm}), Item("free", 10, {"a": hbm, "b": free}, link_us=link_us))
     stretches = tuple(Stretch((w,)) for w in windows)
     data = Data(windows, items, 20, 20, stretches, dict[str, int].fromkeys(windows, 0))
     return Instance(data, {key: frozenset() for key in ((o.name, w) for o in data.items for w in o.places)})
 
 
-WITNESSES = (_wide_or_deep(), _quiet_or_roomy())
+def _kept_beside_a_fetch() -> Instance:
+    """An object stays where it became final; if it counted as gone in pieces, that would hide another's fetch."""
+    windows: tuple[str, ...] = ("a", "b")
+    hbm: frozenset[Place] = frozenset({"hbm"})
+    kept = Item("kept", 1, dict.fromkeys(windows, hbm), link_us=5, final="a")
+    fetched = Item("fetched", 1, {"a": frozenset({"host"}), "b": hbm}, link_us=5)
+    stretches = tuple(Stretch((w,)) for w in windows)
+    data = Data(windows, (kept, fetched), 9, 9, stretches, dict[str, int].fromkeys(windows, 0))
+    return Instance(data, {key: frozenset() for key in ((o.name, w) for o in data.items for w in o.places)})
+
+
+WITNESSES = (_wide_or_deep(), _full(link_us=5), _full(link_us=0), _kept_beside_a_fetch())
 RESIDENCY = Oracle("residency", FAMILIES, OBJECTIVES, instances(), disagreement, WITNESSES)

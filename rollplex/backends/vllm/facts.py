@@ -14,6 +14,8 @@ from rollplex.ir.work import Work
 
 SAMPLER_BYTES = 2 + 4 + 4 + 8 + 4 + 4
 """A logit of a sequence, gathered over ranks: bf16, FP32, sorted with its index, probability, running sum."""
+ALL_REDUCE_BYTES = (2 * 8 + 8 + 64) << 20
+"""Of a rank of several: two buffers and a table of vLLM's own all-reduce, the most of its symmetric one (Hopper)."""
 GRAPH_BYTES = 2**30
 """CUDA graphs of a decode engine; an assumption, engines log 0.5 to 1.5 GiB."""
 
@@ -61,11 +63,20 @@ class VllmFacts:
     fuses: frozenset[str] = frozenset({"qkv", "gate_up", "expert_gate_up"})
     reindexes: frozenset[str] = frozenset({"qkv", "gate_up"})
     # MaxLoRARanks of vllm/config/lora.py: buffers of a larger rank are filled in part, the rest is zero.
+    all_reduce_bytes: int = ALL_REDUCE_BYTES
     adapter_ranks: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
     def lacking(self, cpu: bool) -> Problem | None:
         """What keeps this machine from running it: vLLM, or one of a version that is supported."""
         return versions.lacking(versions.installed(), cpu)
+
+    def communicators(self, spec: ModelSpec) -> tuple[str, ...]:
+        """Of NCCL, over the same ranks: vLLM's own all-reduces, torch's gathers logits; experts have one too.
+
+        Source: vllm/distributed 0.20, parallel_state.py (groups of one rank have none, `world` never sends),
+        device_communicators/cuda_communicator.py, base_device_communicator.all_gather.
+        """
+        return ("tp", "logits", *(("ep",) if spec.moe else ()))
 
     def profile_bytes(self, serving: Serving) -> int:
         """The larger of a language step and the largest image's tower, the sampler's logits, and CUDA graphs."""

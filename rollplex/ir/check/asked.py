@@ -220,18 +220,10 @@ def saved_state(facts: Facts, job: Job) -> Iterator[Violation]:
     for o in (o for found in facts.saved.values() for o in found):
         wanted = job.roles[o.role].prefix_saved if o.role in job.roles else "auto"
         wanted = "hbm" if wanted == "group" else wanted
-        if wanted == "auto" and "dropped" in o.residency.values() and _needs_room(job, o.role):
-            what = f"{o.name} is dropped, and no window has room to make all of it again: the job must ask for that"
-            yield Violation("asked", what, object=o.name, where=o.name)
         for window, place in o.residency.items() if wanted != "auto" else ():
             if place not in (wanted, "-"):
                 what = f"{o.name} is planned {place}, the job wants it {wanted}"
                 yield Violation("asked", what, object=o.name, where=window)
-
-
-def _needs_room(job: Job, role: str) -> bool:
-    """On a GPU, where a prefix saves everything."""
-    return role in job.roles and not job.on_host and job.roles[role].recompute != "full"
 
 
 def offloads(facts: Facts, job: Job) -> Iterator[Violation]:

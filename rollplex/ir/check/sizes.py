@@ -11,6 +11,7 @@ Objects of other names, which a package may add, are taken as they are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,24 +68,39 @@ class Sizes:
 
     def context(self, process: str) -> int:
         """A CUDA context, and NCCL's buffers for every group of GPUs that the process is in."""
-        cluster, groups = self.job.cluster, len({(n, size) for n, size in self.groups(process) if size > 1})
+        cluster, groups = self.job.cluster, len({ranks for ranks in self.groups(process) if len(ranks) > 1})
+        buffers = 0
+        if process == "rollout" and self.job.rollout_tp > 1:
+            more, buffers = self.engines_own()
+            groups += more
         context = CONTEXT_MIB * MIB if cluster.context_gib is None else gib_to_nbytes(cluster.context_gib)
         nccl = communication_mib(groups) * MIB if cluster.nccl_gib is None else gib_to_nbytes(cluster.nccl_gib)
-        return 0 if self.job.on_host else context + (nccl if groups else 0)
+        return 0 if self.job.on_host else context + (nccl if groups else 0) + buffers
 
-    def groups(self, process: str) -> Iterator[tuple[str, int]]:
-        """Groups of GPUs by what is sent in them."""
+    def engines_own(self) -> tuple[int, int]:
+        """Communicators that a rollout engine has beyond one over its ranks, and bytes of its own all-reduces."""
+        rollout = self.job.roles[self.job.policy].rollout
+        facts = engine(rollout.engine) if rollout else None
+        named = getattr(facts, "communicators", None)
+        own = 0 if self.job.cluster.nccl_gib is not None else getattr(facts, "all_reduce_bytes", 0)
+        return len(named(self.job.spec)) - 1 if named else 0, own
+
+    def groups(self, process: str) -> Iterator[frozenset[int]]:
+        """Groups of GPUs that NCCL sends in, by the ranks of the first of each; one of the same ranks is the same."""
         job = self.job
-        yield "refresh", job.gpus if job.disaggregated else 1
+        yield frozenset(range(job.gpus if job.disaggregated else 1))
         if process == "rollout":
-            yield "tp", job.rollout_tp
+            yield frozenset(range(job.rollout_tp))
             return
         for d in map(job.degrees, job.roles):
-            yield from (("tp", d.tp), ("pp", d.pp), ("cp", d.cp), ("ep", d.ep))
-        yield from (("dp", job.degrees(role).replicas) for role in job.trained)
+            column = d.tp * d.replicas  # ranks of a stage
+            yield from (frozenset(range(d.tp)), frozenset(range(0, d.pp * column, column)))
+            yield from (frozenset(range(0, n * d.tp, d.tp)) for n in (d.cp, d.ep))
+        for d in map(job.degrees, job.trained):
+            yield frozenset(range(0, d.replicas * d.tp, d.tp))
         sent = self.shared and job.policy not in self.adapted and job.cluster.nodes > 1
         classes = self.facts.plan.summary.layout.classes if sent else ()
-        yield from (("q", c.group) for c in classes if self._from_other_nodes(c))
+        yield from (self.slabs(c.group) for c in classes if self._from_other_nodes(c))
 
     def _from_other_nodes(self, c: LayoutClass) -> bool:
         """Whether GPUs of several nodes have a class together: within a node they write into each other's pages."""
@@ -95,6 +111,12 @@ class Sizes:
             copy, tensor = divmod(gpu % (gpus // d.pp), d.tp)
             nodes.setdefault((copy // ways, tensor // width), set()).add(gpu // self.job.cluster.gpus_per_node)
         return c.group > 1 and any(len(of_group) > 1 for of_group in nodes.values())
+
+    def slabs(self, size: int) -> frozenset[int]:
+        """Ranks whose slabs make up one shard: q of each stage, for experts those of every expert-parallel rank."""
+        d, q = self.job.degrees(self.job.policy), self.job.q
+        places = itertools.product(range(d.pp), range(size // (q * d.pp)), range(q))
+        return frozenset((stage * d.replicas + copy) * d.tp + at for stage, copy, at in places)
 
     def rollout_weights(self) -> int:
         """The language model on a rollout rank."""
@@ -168,7 +190,14 @@ class Sizes:
             responses = stated
         for turn in range(1, self.job.workload.turn_count + 1):
             work = one_response(turn_work(self.job, role, turn), responses)
-            yield whole_call(work) if whole else work
+            yield whole_call(work) if whole else replace(work, dropped=(role, turn) in self.made_again)
+
+    @cached_property
+    def made_again(self) -> frozenset[tuple[str, int]]:
+        """Roles and turns whose prefix backward uses nothing that its prefix has saved."""
+        backward = [(s, self.facts.saved_by(s)) for _, s in self.facts.runs("prefix_backward")]
+        bare = [s for s, o in backward if o is None or o.name not in (*s.reads, *s.streams)]
+        return frozenset((s.role, self.facts.turn.get(s.node, 1)) for s in bare)
 
     def saved(self, role: str, turn: int) -> int:
         """What a trained role's prefixes save for their backward."""
@@ -226,15 +255,16 @@ class Sizes:
     def chunks(self, role: str) -> int:
         """Chunks in flight: gradient, master weight and moments of each, where any of them comes over the link.
 
-        Beside them what Adam allocates for the one that it updates; a GPU engine's kernel in a stream does without.
+        Beside them what Adam allocates for the one that it updates; on a GPU torch's fused kernel does without. A page
+        then has the numbers of a step where nothing comes over the link.
         """
         chunks = [at.step for at in self.facts.steps() if isinstance(at.step, UpdateChunk) and at.step.role == role]
         streamed, overlaps = any(c.streams for c in chunks), self._engine(role).overlaps_update
         elements = self.facts.plan.summary.chunks.of(role).elements
         flying = min((self.job.optimizer.in_flight if overlaps else 1) * elements, self.updated(role))
-        updating = 0 if streamed and overlaps and not self.job.on_host else elements
+        updating = 0 if overlaps and not self.job.on_host else elements
         states = (4 * flying if streamed else 0) + ADAM_TEMPORARIES * updating
-        return states * state_itemsize(self.facts)
+        return states * state_itemsize(self.facts) or self.job.device.page_bytes
 
 
 OF_PROCESSES: dict[str, Callable[[Sizes], int]] = {
