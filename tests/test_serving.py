@@ -45,7 +45,7 @@ def test_the_share_is_of_the_total_memory(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, text))
     spec = load_model("Qwen2.5-VL-32B")
     weights = 2 * (spec.rank_parameters(4, "language") + spec.vision_parameters)
-    left = int(0.6 * round(79.1 * GIB)) - weights - 3 * GIB - (774 + 840 + 485 + 88) * MIB
+    left = int(0.6 * round(79.1 * GIB)) - weights - 3 * GIB - (774 + 840 + 485 + 24) * MIB
     assert job.kv_cache_bytes == left // (2 * MIB) * 2 * MIB
     plan = compile_plan(GRPO, job)
     assert plan.object("rollout.kv").bytes == job.kv_cache_bytes

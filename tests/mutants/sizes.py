@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mutants.agree import with_job
-from mutants.edit import change, mutant, put, steps, summarise, with_layout, with_object
+from mutants.edit import change, mutant, objects, put, steps, summarise, with_layout, with_object
 from mutants.layout import classes, with_class
 from rollplex.ir.check.sizes import OF_PROCESSES, OF_ROLES, OF_TURNS
 from rollplex.ir.engines import engine
@@ -32,8 +32,9 @@ def object_of_another_size(plan: Plan) -> Iterator[Plan]:
 @mutant("size")
 def communicator_of_ranks_that_have_one(plan: Plan) -> Iterator[Plan]:
     """A rank's slabs are gathered among its tensor-parallel ranks, and counted as another group's."""
-    if plan.object("train.context").bytes and plan.job["cluster"]["nccl_gib"] is None:
-        yield with_object(plan, "train.context", bytes=plan.object("train.context").bytes + COMMUNICATOR_MIB * 2**20)
+    own = objects(plan).get("train.context")
+    if own and own.bytes and plan.job["cluster"]["nccl_gib"] is None:
+        yield with_object(plan, own.name, bytes=own.bytes + COMMUNICATOR_MIB * 2**20)
 
 
 @mutant("size")
@@ -49,6 +50,8 @@ def made_again_without_room(plan: Plan) -> Iterator[Plan]:
 def _grows(plan: Plan, role: str) -> bool:
     """Whether a backward that makes its prefix again is the largest of a role's training steps."""
     job = job_of(plan)
+    if job.workload.turn_count > 1:  # whose largest step may be another turn's
+        return False
     facts = engine(job.trainer(role).engine)
     work = one_response(role_work(job, role), plan.summary.chunks.microbatch.suffix_responses)
     return facts.train_activation_bytes(replace(work, dropped=True)) > facts.train_activation_bytes(work)

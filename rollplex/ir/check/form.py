@@ -104,8 +104,8 @@ def _foreign(at: At, name: str, owner: str, readers: tuple[str, ...]) -> Iterato
 
 def own_imports(facts: Facts) -> Iterator[Violation]:
     """An owner does not import from itself; its ranks do from each other what q of them write together."""
-    q = facts.plan.summary.layout.q
-    shared = {at.step.object for at in facts.steps() if isinstance(at.step, Publish) and q > 1}
+    chunks = (at.step for at in facts.steps() if isinstance(at.step, UpdateChunk))
+    shared = {name for step in chunks for name in writes(step) if facts.plan.summary.layout.q > 1}
     for at in facts.steps():
         name = imports(at.step)
         own = name in facts.objects and facts.objects[name].process == at.process
