@@ -41,12 +41,15 @@ def full_schedule(module: Module) -> Module:
 def largest_chunk(full: Module) -> int:
     """Parameters of the largest chunk that fits beside what the update of the full schedule needs in HBM.
 
-    Where nothing fits, it is the finest chunk that there may be: the plan says by how much that is over.
+    Where nothing fits, it is the finest chunk that there may be: the plan says by how much that is over. An update of
+    states in HBM by a kernel that allocates nothing takes all of them at once.
     """
     data = gather(full)
     finest = -(-data.units // MOST_PIECES)
     needed = sum(o.nbytes for o in full[Lifetimes].objects if _stays(o, data.update_window))
-    room = (full.job.capacity_bytes - needed) // (data.in_flight * data.element_bytes + data.updating_bytes)
+    if not (each := data.in_flight * data.element_bytes + data.updating_bytes):
+        return data.parameters
+    room = (full.job.capacity_bytes - needed) // each
     return min(data.parameters, max(room // ALIGN, finest) * ALIGN)
 
 

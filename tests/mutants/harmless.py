@@ -109,6 +109,8 @@ def _steps(plan: dict[str, Any], edit: Edit) -> str:
         return "a reader that lets go before or behind a barrier"
     if "barrier" in kinds and kinds - {"barrier"} <= {"unmap", "offload", "drop"}:
         return "" if _readers(plan, a, b) else "pages of its own, let go before or behind a barrier"
+    if kinds == {"signal", "map"} and any(s["kind"] == "map" and s["imported"] for s in (a, b)):
+        return "pages of its peers, mapped before or behind a signal to its readers"
     if any(s["kind"] in ("barrier", "signal") for s in (a, b)):
         return ""
     if kinds == {"rebuild", "export"}:
