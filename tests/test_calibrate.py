@@ -279,6 +279,14 @@ def test_the_slowest_rank_is_the_figure(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_job(tmp_path / "job.yaml", [*cut, "cluster.calibration=h200.json", "sharing.kind=solved"])
 
 
+def test_two_lengths_that_ranks_round_up_to_one_are_one_sum(tmp_path: Path) -> None:
+    """A prompt of 2047 tokens is cut into two stretches of 1024, as one of 2048 is: a file has each size once."""
+    grid = replace(Grid.of(job_of(tmp_path), SMS), sum_tokens=(2048, 2048, 8192))
+    run = measurement(World(), grid, [], ranks=2)
+    run.sums()
+    assert [row.nbytes for row in run.found.sums] == [2048 * 4096, 8192 * 4096]
+
+
 # ---- what is refused
 
 

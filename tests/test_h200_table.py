@@ -67,7 +67,7 @@ def test_what_is_gained_is_what_is_not_waited_for() -> None:
 
 
 def test_new_weights_come_at_a_rate() -> None:
-    """Bytes of the plan's own steps over what the slower rank took, step by step."""
+    """Bytes of the plan's own steps over what they took, step by step."""
     plan = megatron_plan(2)
     layout = plan.summary.layout
     found = ran("r", [], plan=plan, exchanges=(0.25, 0.75))
@@ -80,16 +80,23 @@ def test_new_weights_come_at_a_rate() -> None:
 
 
 def test_a_second_copy_of_the_actor_could_not_hide() -> None:
-    """At the start, all engines ready: the driver's bytes but planned pages; contexts and buffers are smaller."""
+    """At the start, all engines ready: the driver's bytes but planned pages and contexts; buffers are smaller."""
     plan = megatron_plan(1)
     found = ran("r", [], plan=plan)
     pages, actor = found.pages(found.gpus[0]), plan.object("actor.snapshot").bytes
     by_name = {o.name: o.bytes for o in plan.summary.objects}
     there = ("actor.snapshot", "actor.vision", "actor.case3", "reference.weights", "reference.vision")
     assert pages == sum(by_name[n] for n in (*there, "actor.master", "actor.moments"))
-    assert found.second_copy(Gpu(0, 1, pages + actor - 1, {})) == 0
-    assert found.second_copy(Gpu(0, 1, pages + actor, {})) == actor
-    assert found.second_copy(Gpu(0, 2, 2 * pages + actor + 7, {})) == actor + 7  # two ranks on it
+    beside = 3 << 30
+    objects = (
+        *plan.summary.objects,
+        plan.object("actor.snapshot").model_copy(update={"name": "train.context", "bytes": beside, "start": "-"}),
+    )
+    found = ran("r", [], plan=plan.model_copy(update={"summary": plan.summary.model_copy(update={"objects": objects})}))
+    own = pages + beside
+    assert found.second_copy(Gpu(0, 1, own + actor - 1, {})) == 0
+    assert found.second_copy(Gpu(0, 1, own + actor, {})) == actor
+    assert found.second_copy(Gpu(0, 2, 2 * own + actor + 7, {})) == actor + 7  # two ranks on it
 
 
 def test_the_window_that_differs_most_is_told_each_way() -> None:

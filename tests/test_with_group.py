@@ -298,14 +298,15 @@ def test_under_rollplex_the_bits_are_those_of_serial() -> None:
     assert Watched(host_plan("group", "rollplex")).digests == Watched(host_plan("group")).digests
 
 
-def test_prefixes_in_the_train_window_are_not_hidden() -> None:
-    """Decode of 4 s, a prefix of the reference within it, one of the actor behind: 1 of 2 s are hidden."""
+def test_prefixes_with_their_group_are_work_on_responses() -> None:
+    """Decode of 4 s with a prefix of the reference; behind it another, the actor's own and its training."""
 
-    def span(task: Any, role: str, start: float, stop: float) -> Span:
+    def span(task: Any, role: str, start: float, stop: float, window: str = "w") -> Span:
         process = TRAIN if task != "generate" else ProcessId("rollout", 0)
-        step = Run(window="w", task=task, node="n", role=role)
+        step = Run(window=window, task=task, node="n", role=role)
         return Span(process, 0, step, int(start * 1e9), int(stop * 1e9))
 
-    spans = [span("generate", "actor", 0, 4), span("prefix", "reference", 1, 2), span("prefix", "actor", 5, 6)]
-    found = measured_overlap(spans)
-    assert (found.prefix_s, found.hidden_s) == (2.0, 1.0)
+    prefixes = [span("prefix", "reference", 1, 2), span("prefix", "reference", 5, 6)]
+    own = [span("prefix", "actor", 6, 7, "P2 train-actor"), span("train", "actor", 7, 9, "P2 train-actor")]
+    found = measured_overlap(iter([span("generate", "actor", 0, 4), *prefixes, *own]))
+    assert (found.prefix_s, found.hidden_s, found.post_s) == (2.0, 1.0, 3.0)

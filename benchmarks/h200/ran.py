@@ -121,7 +121,7 @@ class Ran:
         return sum(step.nbytes for step in self.plan.programs["train"] if step.kind == "exchange" and step.group == "q")
 
     def exchange(self) -> tuple[float, float]:
-        """Seconds of a step's exchange on the slower rank, and GB/s that a GPU receives; 0 where none is timed."""
+        """Seconds of a step's exchange once all ranks are there, and GB/s that a GPU receives; 0 if none is timed."""
         seconds = sum(self.exchanges) / len(self.exchanges) if self.exchanges else 0.0
         return seconds, self.sent() / seconds / 1e9 if seconds else 0.0
 
@@ -159,8 +159,12 @@ class Ran:
         return gpu.ranks * sum(o.bytes for o in self.plan.summary.objects if o.name.rpartition(".")[2] in kinds)
 
     def second_copy(self, gpu: Gpu) -> int:
-        """Bytes at the start that are neither planned pages nor smaller than one copy of the actor: 0 where none is."""
-        rest = gpu.at_start - self.pages(gpu)
+        """Bytes at the start, beyond planned pages and contexts, that one copy of the actor would fit in; else 0.
+
+        What is reserved for the rollout engine's buffers is not taken off: a copy could hide in it.
+        """
+        contexts = sum(o.bytes for o in self.plan.summary.objects if o.name.endswith(".context"))
+        rest = gpu.at_start - self.pages(gpu) - gpu.ranks * contexts
         return rest if rest >= self.actor_bytes() else 0
 
     # ---- as JSON

@@ -158,7 +158,10 @@ def windows_of(events: list[dict[str, Any]], rank: int) -> Iterator[Slice]:
 
 
 def exchanges(plan: Plan, events: list[dict[str, Any]]) -> Iterator[float]:
-    """Seconds in which new weights came from peers, of the slower rank, for each step of the run but the first."""
+    """Seconds in which new weights came from peers, for each step of the run but the first.
+
+    They are those of the rank that came last, which waited for no other before it wrote; all end together.
+    """
     train = plan.programs["train"]
     names = {describe(step) for step in train if step.kind == "exchange" and step.group == "q"}
     spent: dict[int, dict[int, float]] = {}
@@ -168,7 +171,7 @@ def exchanges(plan: Plan, events: list[dict[str, Any]]) -> Iterator[float]:
             if e["ph"] == "X" and e["pid"] == pid and e.get("cat") == "exchange" and e["name"] in names:
                 of_step = spent.setdefault(e["args"]["iteration"], {})
                 of_step[rank] = of_step.get(rank, 0.0) + e["dur"] / 1e6
-    yield from (max(by_rank.values()) for iteration, by_rank in sorted(spent.items()) if iteration)
+    yield from (min(by_rank.values()) for iteration, by_rank in sorted(spent.items()) if iteration)
 
 
 def _pid(events: list[dict[str, Any]], rank: int) -> int:

@@ -64,7 +64,7 @@ def fill(jobs: Iterable[Job]) -> None:
             if data.parent != HERE / "data":
                 raise RunError("there is no such data set", where=data, hint="compile with --data, a name of make.py")
             make.data(data.stem)
-        if job.run.weights and not any(Path(job.run.weights).glob("*.safetensors")):
+        if job.run.weights and not (Path(job.run.weights) / "config.json").exists():  # written last
             called(["benchmarks.h200.weights", str(model), job.run.weights], Path(f"{job.run.weights}.log"))
 
 

@@ -159,12 +159,18 @@ class TimeLog:
 
 
 def measured_overlap(spans: Iterable[Span]) -> Overlap:
-    """Decode, prefix and the work on responses, and what of them ran during decode on the first GPU, means a step."""
+    """Decode, prefix and the work on responses, and what of them ran during decode on the first GPU, means a step.
+
+    A prefix that runs with its group is part of the work on responses.
+    """
     found: dict[str, dict[int, list[Interval]]] = {}
     held: Counter[int] = Counter()
-    for span in spans:
-        if span.process.rank == 0 and isinstance(span.step, Run) and span.step.task in KINDS:
-            steps = found.setdefault(KINDS[span.step.task], {})
+    seen = [(span, span.step) for span in spans if span.process.rank == 0 and isinstance(span.step, Run)]
+    training = {(step.window, step.role) for _, step in seen if step.task == "train"}
+    for span, step in seen:
+        if step.task in KINDS:
+            with_group = step.task == "prefix" and (step.window, step.role) in training
+            steps = found.setdefault("post" if with_group else KINDS[step.task], {})
             steps.setdefault(span.iteration, []).append((span.start_ns, span.stop_ns))
             held[span.iteration] += span.held_ns
     decode, prefix, post = (found.get(kind, {}) for kind in ("decode", "prefix", "post"))
