@@ -123,7 +123,8 @@ class Cluster(Section):
     nccl_gib: Gib | None = Field(
         default=None,
         description="NCCL buffers of one process that works in groups of GPUs, GiB or with a unit; null takes "
-        f"{FIRST_COMMUNICATOR_MIB} MiB for its first group and {COMMUNICATOR_MIB} for each other, nothing on cpu",
+        f"{FIRST_COMMUNICATOR_MIB} MiB for its first communicator and {COMMUNICATOR_MIB} for each other, and what a "
+        "rollout engine's own all-reduces take, nothing on cpu",
     )
     process_host_gib: Gib | None = Field(
         default=None,

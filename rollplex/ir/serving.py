@@ -95,7 +95,10 @@ def all_reduce_bytes(job: Job) -> int:
 
 
 def context_bytes(job: Job) -> int:
-    """CUDA context and buffers of NCCL and all-reduces of a rollout process."""
+    """CUDA context and buffers of NCCL and all-reduces of a rollout process when its engine starts.
+
+    A pool apart is refreshed over a group that comes later.
+    """
     cluster, groups = job.cluster, len(communicators(job))
     context = CONTEXT_MIB * MIB if cluster.context_gib is None else gib_to_nbytes(cluster.context_gib)
     nccl = communication_mib(groups) * MIB if cluster.nccl_gib is None else gib_to_nbytes(cluster.nccl_gib)

@@ -1,6 +1,6 @@
 """What an ablation holds fixed: the update of the full schedule, so that one mechanism is missing and no more.
 
-ablate=[weight_sharing]      chunks of 1,293,776,704 parameters, 57.8 GiB in flight
+ablate=[weight_sharing]      chunks of 1,293,252,416 parameters, 57.8 GiB in flight
 
 An ablation asks what a mechanism is worth (paper section 4.4). Solved anew, the rest of the plan would make up for what
 is missing, with finer optimizer chunks. So the chunks are those that the full schedule has room for, the largest: the

@@ -101,11 +101,12 @@ class Model:
         """In order."""
         data = self.data
         steps = sum(data.group // m * x for m, x in self.step.items())
+        sized = data.element_bytes or data.updating_bytes  # else it is a page, whatever is chosen
         return [
             Objective("bytes over capacity", sum(self.over.values())),
             Objective("suffix steps a group", steps),
             Objective("update seconds", self.update_us, 1e-6),
-            Objective("optimizer workspace bytes", self.workspace(), ALIGN),
+            *([Objective("optimizer workspace bytes", self.workspace(), ALIGN)] if sized else []),
         ]
 
 

@@ -246,6 +246,7 @@ class Inventory(WeightRows):
             flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role)
             held = self.held_elements if role == job.policy else None
             elements = reserved_elements(job, parameters, held)
-            nbytes = elements * (chunks_in_flight(job, role) * flying + updating)
+            streamed = 0 if kept else min(chunks_in_flight(job, role) * elements, parameters) * flying
+            nbytes = max(streamed + elements * updating, job.device.page_bytes)
             title = "optimizer chunks in flight" if role == job.policy else f"{role} optimizer chunks"
             yield self._workspace(workspace_name(job, role), title, nbytes, update)

@@ -5,7 +5,7 @@ dropped) is said here; where it goes is the residency pass's to decide.
 
 actor.snapshot          15.262 GiB  regenerable            start -> P1 prefix-reference, .. P3 publish
 reference.boundary       8.000 GiB  boundary               P1 prefix-reference -> .. P2 score-reference
-actor.prefix_saved      20.000 GiB  phase-local  attached  P1 prefix-actor -> .. P2 train-actor
+actor.prefix_saved      21.314 GiB  phase-local  attached  P1 prefix-actor -> .. P2 train-actor
 """
 
 from __future__ import annotations
