@@ -311,7 +311,7 @@ def test_a_sound_plan_that_does_not_fit_exits_1(tmp_path: Path, rollplex: Rollpl
     assert rollplex("compile", GRPO, "--job", JOB, "schedule=naive", "-o", str(path)).status == 1
     result = rollplex("verify", str(path))
     assert result.status == 1
-    assert "DOES NOT FIT: P1 prefix-reference is 93.2 GiB over capacity" in result.out
+    assert "DOES NOT FIT: P1 prefix-reference is 93.7 GiB over capacity" in result.out
 
 
 def test_a_plan_with_a_wrong_job_exits_2(plan_file: Path, tmp_path: Path, rollplex: Rollplex) -> None:

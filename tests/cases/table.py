@@ -120,7 +120,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         16, "16_asleep_tp2", "worked", "fits",
-        figures=(Figure("MiB, with NCCL's least", lambda p: 1024 * gib("rollout.context")(p), 774 + 840, 0.01),),
+        figures=(Figure("MiB, vLLM's groups", lambda p: 1024 * gib("rollout.context")(p), 774 + 840 + 485 + 24, 0.01),),
     ),
     Case(
         18, "18_235b_whole_context", "failed", "refused", algorithm="dapo",
