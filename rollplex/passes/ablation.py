@@ -22,7 +22,7 @@ from rollplex.passes.lifetimes import LifetimesPass
 from rollplex.passes.residency import ResidencyPass
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import HeldSizes, Lifetimes, StateObject
-from rollplex.passes.update_sizes import ALIGN
+from rollplex.passes.update_sizes import ALIGN, MIN_CHUNKS
 
 
 def holds(job: Job) -> bool:
@@ -42,13 +42,13 @@ def largest_chunk(full: Module) -> int:
     """Parameters of the largest chunk that fits beside what the update of the full schedule needs in HBM.
 
     Where nothing fits, it is the finest chunk that there may be: the plan says by how much that is over. An update of
-    states in HBM by a kernel that allocates nothing takes all of them at once.
+    states in HBM by a kernel that allocates nothing may have any: it is what residency makes room for by itself.
     """
     data = gather(full)
     finest = -(-data.units // MOST_PIECES)
     needed = sum(o.nbytes for o in full[Lifetimes].objects if _stays(o, data.update_window))
     if not (each := data.in_flight * data.element_bytes + data.updating_bytes):
-        return data.parameters
+        return -(-data.units // MIN_CHUNKS) * ALIGN
     room = (full.job.capacity_bytes - needed) // each
     return min(data.parameters, max(room // ALIGN, finest) * ALIGN)
 

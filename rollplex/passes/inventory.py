@@ -246,7 +246,6 @@ class Inventory(WeightRows):
             flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role)
             held = self.held_elements if role == job.policy else None
             elements = reserved_elements(job, parameters, held)
-            streamed = 0 if kept else min(chunks_in_flight(job, role) * elements, parameters) * flying
-            nbytes = max(streamed + elements * updating, job.device.page_bytes)
+            nbytes = elements * (chunks_in_flight(job, role) * flying + updating)
             title = "optimizer chunks in flight" if role == job.policy else f"{role} optimizer chunks"
             yield self._workspace(workspace_name(job, role), title, nbytes, update)
