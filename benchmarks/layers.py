@@ -30,6 +30,7 @@ from rollplex.backends.training.boundary import boundary_leaf
 from rollplex.ir.models import spec_from_config
 from rollplex.ir.spec import Part
 
+# Our classes, and those of Megatron's whose forward they have their own in place of.
 MEGATRONS: dict[type, type] = {
     Layer: TransformerLayer,
     Attention: SelfAttention,

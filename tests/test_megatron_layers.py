@@ -7,21 +7,10 @@ from typing import Any
 import pytest
 import torch
 from host_tiny import CONFIG, oracle_model
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_tiny import make_rank
 from torch import Tensor
 
-from rollplex.backends.megatron.layers import Attention, Layer
-from rollplex.backends.megatron.linears import Column, Row
-
-MEGATRONS = {
-    Layer: TransformerLayer,
-    Attention: SelfAttention,
-    Column: ColumnParallelLinear,
-    Row: RowParallelLinear,
-}
+from benchmarks.layers import MEGATRONS
 
 
 def run(layer: Any, hidden: Tensor, angles: Tensor, grad: Tensor) -> list[Tensor]:

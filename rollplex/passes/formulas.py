@@ -205,8 +205,8 @@ class Formulas:
 
     def prompts(self, role: str) -> Formula:
         """Prompts whose prefix a rank keeps: of all groups, or of one where a prefix runs with its group."""
-        grouped = self.job.roles[role].prefix_saved == "group"
-        return n(1, "prompt at a time") if grouped else n(self.job.prefixes_of(role), "prompts")
+        name = "prompt at a time" if self.job.with_group(role) else "prompts"
+        return n(self.job.boundaries_of(role), name)
 
     def boundary(self, role: str) -> Formula:
         """Keys and values of the prompts of one rank."""
