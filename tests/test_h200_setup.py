@@ -10,7 +10,7 @@ import pytest
 from h200_runs import two_gpu_plan, write_plans
 
 from benchmarks.driver import Driver, nvml
-from benchmarks.h200 import make, setup, table
+from benchmarks.h200 import make, plans, setup, table
 from benchmarks.h200.plans import PLACE, ROOT, arrived, carried
 from rollplex.ir.errors import RunError
 
@@ -60,6 +60,14 @@ def test_what_a_plan_reads_is_made_where_it_is_missing(tmp_path: Path, monkeypat
     job["run"]["data"] = str(tmp_path / "other.jsonl")
     with pytest.raises(RunError, match=r"other\.jsonl: there is no such data set"):
         setup.fill([setup.Job.model_validate(job)])
+
+
+def test_a_plan_that_fits_no_gpu_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of it would be refused where time on a GPU is paid for."""
+    monkeypatch.setattr(sys, "argv", ["plans", str(tmp_path), "--job", "job_x2", "cluster.capacity_gib=3 GiB"])
+    with pytest.raises(RunError, match=r"job_x2\.yaml: soak has a peak of \d+\.\d GiB, more than a GPU has"):
+        plans.main()
+    assert not list(tmp_path.iterdir())
 
 
 # ---- without a GPU

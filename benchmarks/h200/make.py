@@ -1,10 +1,10 @@
 """Models, videos and texts for runs on one H200: Qwen2.5-VL's architecture, weights drawn from run.seed.
 
-python -m benchmarks.h200.make [NAME ..]       writes benchmarks/h200/{small,3b} and benchmarks/h200/data, or some of it
+python -m benchmarks.h200.make [NAME ..]       writes benchmarks/h200/{small,3b,7b} and benchmarks/h200/data, or some
 
     small   0.2 B parameters                                clips    12 videos of 32 frames, 4,096 tokens each
     3b      Qwen2.5-VL-3B's dimensions                      long     12 videos of 46 frames, 5,888 tokens each
-                                                            text     12 questions of 6,000 tokens (a byte each)
+    7b      Qwen2.5-VL-7B's dimensions                      text     12 questions of 6,000 tokens (a byte each)
     long_mixed, text_mixed: the same, with responses of log-normal lengths from 32 to 512 tokens, median 256, 8 a prompt
 """
 
@@ -28,6 +28,13 @@ STEP, GROUP, LEAST, MOST = 4, 8, 32, 512
 FRAMES = {"clips": 32, "long": 46}
 MIXED = "_mixed"
 QUESTION = "Which way does the square move?"
+TOWER = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "small": {
         "text": {
@@ -57,13 +64,19 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
         },
-        "vision": {
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "fullatt_block_indexes": [7, 15, 23, 31],
+        "vision": TOWER,
+    },
+    "7b": {
+        "text": {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
         },
+        "vision": TOWER,
     },
 }
 

@@ -1,6 +1,7 @@
 """The plans that table.py runs on H200s, compiled where OR-Tools is; they may be carried to another checkout.
 
 python -m benchmarks.h200.plans DIR [--job job_3b_x2] [--data text_mixed] [--weights /dev/shm/w3b] [KEY=VALUE ..]
+python -m benchmarks.h200.plans DIR --job job_7b run.steps=3 workload.frames=0         states stream from the host
 python -m benchmarks.h200.plans DIR --job job_x2                                       DIR/soak.json, of two GPUs
 
 The actor's prefix runs with its group (`prefix_saved: group` of the jobs) and only the reference's runs beside decode,
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.h200 import make
 from rollplex.api import compile_files
-from rollplex.ir.errors import RollplexError
+from rollplex.ir.errors import RollplexError, RunError
 from rollplex.ir.plan import Plan
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +39,7 @@ MATCHING: Keys = {
     "6 serial, rollout TP 2": ("schedule=serial", MATCHED),
     "7 rollplex, rollout TP 2": ("schedule=rollplex", MATCHED),
 }
+OFFLOADED = {name: SCHEDULES[name] for name in ("0 serial", "1 rollplex, MPS default")}
 SOAK = "soak"
 LONG = ("schedule=rollplex", MATCHED, "run.steps=200", "run.step_timeout_s=120", "workload.response_tokens=96")
 
@@ -54,6 +56,7 @@ class Set:
 JOBS = {
     "job_3b": Set(SCHEDULES),
     "job_3b_x2": Set(SCHEDULES | MATCHING),
+    "job_7b": Set(OFFLOADED, weights="/dev/shm/w7b"),
     "job_x2": Set({SOAK: LONG}, data="text", weights=""),
 }
 CALIBRATION = "cluster.calibration="
@@ -95,6 +98,9 @@ def main() -> None:
             continue
         own = [key for key in asked.overrides if MATCHED not in keys or not key.startswith(CALIBRATION)]
         plan = compile_files(str(GRPO), HERE / f"{asked.job}.yaml", (*given, *keys, *own)).plan
+        if not plan.feasible:
+            over = f"{name} has a peak of {plan.summary.peak_hbm_bytes / 2**30:.1f} GiB, more than a GPU has"
+            raise RunError(over, where=f"{asked.job}.yaml", hint="rollplex compile tells what would fit")
         (asked.folder / f"{name}.json").write_text(carried(plan), encoding="utf-8")
         print(f"{name}: peak {plan.summary.peak_hbm_bytes / 2**30:.1f} GiB, {plan.summary.times.step_s:.2f} s a step")
 
