@@ -97,14 +97,19 @@ def test_all_violations_are_reported_at_once() -> None:
 # ---- what does no harm is accepted
 
 
-def independent(a: Step, b: Step) -> bool:
-    """Neighbours that may change places: no meeting, no value and no page of one matters to the other."""
+def independent(a: Step, b: Step, taken_in_turn: frozenset[str]) -> bool:
+    """Neighbours that may change places: no meeting, no value and no page of one matters to the other.
+
+    Of an object that groups take in turn there is room for one of them.
+    """
     if isinstance(a, Barrier | Wait | Signal) or isinstance(b, Barrier | Wait | Signal) or a.window != b.window:
         return False
     if isinstance(a, Run) and isinstance(b, Run):
         if a.offloads or b.offloads:  # the pages that leave beside a backward are those that the others write
             return False
         if set(a.outputs) & set(b.inputs):  # a round samples what the mask of the one before leaves
+            return False
+        if named(a) & named(b) & taken_in_turn:
             return False
         return "grad_norm" not in (a.task, b.task) and a.microbatch != b.microbatch
     if isinstance(a, MapPart | UnmapPart) and isinstance(b, MapPart | UnmapPart):  # what is there at once is told
@@ -119,11 +124,13 @@ def named(step: Step) -> set[str]:
 
 def swaps(plan: Plan) -> list[tuple[str, int]]:
     """Every pair of neighbours that may change places."""
+    with_group = [role for role, section in plan.job["roles"].items() if section.get("prefix_saved") == "group"]
+    taken_in_turn = frozenset(f"{role}.{what}" for role in with_group for what in ("prefix_saved", "boundary"))
     return [
         (p, i)
         for p, program in plan.programs.items()
         for i, (a, b) in enumerate(pairwise(program))
-        if independent(a, b)
+        if independent(a, b, taken_in_turn)
     ]
 
 

@@ -26,7 +26,14 @@ def fetch_dropped(plan: Plan) -> Iterator[Plan]:
 @mutant("not-mapped")
 def map_dropped(plan: Plan) -> Iterator[Plan]:
     for process, i, step in steps(plan, Map):
-        if uses(plan, process, step.object, i):
+        if not step.imported and uses(plan, process, step.object, i):
+            yield put(plan, process, i)
+
+
+@mutant("not-imported")
+def import_dropped(plan: Plan) -> Iterator[Plan]:
+    for process, i, step in steps(plan, Map):
+        if step.imported and uses(plan, process, step.object, i):
             yield put(plan, process, i)
 
 
