@@ -9,11 +9,11 @@ Memory of the caller (weights, arenas, pools) is not counted, nor what a kernel 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -27,10 +27,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and _key(x) not in given:
-                self._count(x.untyped_storage())
+        made = [storage for storage in _storages((out,)) if storage._cdata not in self._known]
+        if made:  # or of the caller, who gave it
+            given = {storage._cdata for storage in _storages((*args, *(kwargs or {}).values()))}
+            for storage in made:
+                if storage._cdata not in given:
+                    self._count(storage)
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -47,5 +49,11 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= nbytes
 
 
-def _key(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Of tensors and lists of tensors, which is all that operators take and return; `tree_leaves` takes as long as
+    a small operator."""
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x.untyped_storage()
+        elif isinstance(x, (list, tuple)):
+            yield from _storages(x)
