@@ -48,7 +48,17 @@ def fetch_without_copy(plan: Plan) -> Iterator[Plan]:
 def mapped_late(plan: Plan) -> Iterator[Plan]:
     """A map or fetch stands behind the first use."""
     for process, i, step in steps(plan, Map, Fetch):
+        if isinstance(step, Map) and step.imported:
+            continue
         if found := uses(plan, process, step.object, i):
+            yield move(plan, process, i, found[0])
+
+
+@mutant("not-imported")
+def imported_late(plan: Plan) -> Iterator[Plan]:
+    """Pages of another process are mapped behind their first use."""
+    for process, i, step in steps(plan, Map):
+        if step.imported and (found := uses(plan, process, step.object, i)):
             yield move(plan, process, i, found[0])
 
 
