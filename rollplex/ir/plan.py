@@ -246,6 +246,11 @@ def references(value: Any) -> Iterator[str]:
                 yield from references(item)
 
 
+def is_observation(record: NodeRecord) -> bool:
+    """Whether a host function makes the prompts of a next turn."""
+    return record.op == "rx.host" and record.kwargs.get("returns") == "history"
+
+
 class LossPlan(Strict):
     """A loss as data; `step` runs without grad, `group` with grad on one prompt group, `result` summed is the loss.
 

@@ -1,6 +1,7 @@
 """The job inside a plan, held to every rule that a job file is held to: a plan stands on its own.
 
 job_of(plan)     the Job; PlanError: job.cluster.gpu: no GPU `H800x`
+accepted(plan)   the Job; None
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ def job_of(plan: Plan) -> Job:
     if wrong := [found.problem(_key(found.path)) for found in check_job(job)]:
         raise PlanError(*wrong)
     return job
+
+
+def accepted(plan: Plan) -> Job | None:
+    """The job of a plan; none where it would be refused."""
+    try:
+        return job_of(plan)
+    except PlanError:
+        return None
 
 
 def _key(path: tuple[str | int, ...]) -> str:

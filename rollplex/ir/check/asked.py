@@ -24,6 +24,7 @@ from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.job_schema import OVERLAPPED
 from rollplex.ir.lora import lora_of, reads_base, served_bytes, trained_parts, trained_spec
+from rollplex.ir.plan import Plan
 from rollplex.ir.planned_job import job_of
 from rollplex.ir.shards import owned_parameters, rank_parameters, stage_parameters
 from rollplex.ir.steps import UpdateChunk
@@ -255,12 +256,17 @@ CHECKS: tuple[Callable[[Facts, Job], Iterator[Violation]], ...] = (
 )
 
 
-def check_asked(facts: Facts) -> Iterator[Violation]:
-    """Everything in which plan and job differ; a job that would be refused is refused here too."""
+def _refused(plan: Plan) -> Iterator[Violation]:
     try:
-        job = job_of(facts.plan)
+        job_of(plan)
     except PlanError as error:
         yield from (Violation("asked", p.what, where=p.where) for p in error.problems)
+
+
+def check_asked(facts: Facts) -> Iterator[Violation]:
+    """Everything in which plan and job differ; a job that would be refused is refused here too."""
+    if (job := facts.job) is None:
+        yield from _refused(facts.plan)
         return
     for check in CHECKS:
         yield from check(facts, job)

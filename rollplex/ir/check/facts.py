@@ -8,8 +8,10 @@ from functools import cached_property
 
 from rollplex.ir.check.rules import At
 from rollplex.ir.check.said import said
+from rollplex.ir.job import Job
 from rollplex.ir.parts import of_round
-from rollplex.ir.plan import BARRIERS, NodeRecord, Plan, PlannedObject, references
+from rollplex.ir.plan import BARRIERS, Plan, PlannedObject, is_observation, references
+from rollplex.ir.planned_job import accepted
 from rollplex.ir.steps import (
     Barrier,
     Drop,
@@ -47,6 +49,11 @@ class Facts:
     """What the checks ask of a plan whose names are known."""
 
     plan: Plan
+
+    @cached_property
+    def job(self) -> Job | None:
+        """The plan's job; none where it is refused, which `asked` tells."""
+        return accepted(self.plan)
 
     @cached_property
     def objects(self) -> dict[str, PlannedObject]:
@@ -168,10 +175,12 @@ class Facts:
     def _gradients(self) -> dict[str, tuple[str, ...]]:
         found: dict[str, dict[str, None]] = {role: {} for role in self.trained}
         chunks = [at.step for at in self.steps() if isinstance(at.step, UpdateChunk)]
-        takers = [*chunks, *(s for _, s in self.runs("grad_norm"))]
+        taken: dict[str, set[str]] = {}
+        for step in (*chunks, *(s for _, s in self.runs("grad_norm"))):
+            taken.setdefault(step.role, set()).update(step.reads, step.streams)
         for _, step in self.runs("train"):
-            taken = {n for c in takers if c.role == step.role for n in (*c.reads, *c.streams)}
-            found.setdefault(step.role, {}).update(dict.fromkeys(n for n in step.writes if n in taken))
+            own = taken.get(step.role, ())
+            found.setdefault(step.role, {}).update(dict.fromkeys(n for n in step.writes if n in own))
         return {role: tuple(names) for role, names in found.items()}
 
     def gradients(self, role: str) -> tuple[str, ...]:
@@ -279,10 +288,6 @@ class Facts:
         found, turn = self.saved.get(step.role, ()), self.turn.get(step.node, 1)
         return found[turn - 1] if turn <= len(found) else None
 
-    def in_groups(self, o: PlannedObject) -> bool:
-        """Whether an object has a slot for every prompt group: a boundary's piece, or what its prefix saves."""
-        return o in self.pieces.get(o.role, ()) or o in self.saved.get(o.role, ())
-
     def taken(self, role: str) -> int:
         """Prompt groups of a rank that a step trains or scores on: all, or those that are complete, numbered first."""
         tail, groups = self.plan.summary.tail, self.group_count(role)
@@ -293,11 +298,6 @@ class Facts:
         if isinstance(step, Run) and step.task in BY_GROUP and o.slots > 1:
             return frozenset({step.microbatch})
         return frozenset(range(o.slots))
-
-
-def is_observation(record: NodeRecord) -> bool:
-    """Whether a host function makes the prompts of a next turn."""
-    return record.op == "rx.host" and record.kwargs.get("returns") == "history"
 
 
 def reads(step: Step) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def lists(facts: Facts) -> Iterator[Violation]:
     """No list of a step or an object names anything twice."""
     for at in facts.steps():
         for field in ("reads", "writes", "streams", "inputs", "outputs", "carries"):
-            yield from _twice(getattr(at.step, field, ()), field, at)
+            yield from _twice(vars(at.step).get(field, ()), field, at)
     for o in facts.plan.summary.objects:
         yield from _twice(o.readers, f"readers of {o.name}", None)
         yield from _twice(o.consumed, f"consumed of {o.name}", None)

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 from rollplex.ir.check.facts import TIMELINE, Facts
 from rollplex.ir.check.rules import Violation
-from rollplex.ir.errors import PlanError
 from rollplex.ir.hardware import PROCESS_HOST_MIB
 from rollplex.ir.job import Job
-from rollplex.ir.planned_job import job_of
 from rollplex.ir.planned_node import BATCH, PROCESSES, NodeMemory
 
 TOKEN_ID, TOKEN_LOGPROB, TOKEN_MASK = 8, 4, 1
@@ -82,9 +80,8 @@ def on_node(facts: Facts, window: str) -> dict[str, int]:
 
 def check_node(facts: Facts) -> Iterator[Violation]:
     """The plan's figures are those of its fullest node, and a feasible plan has room for them."""
-    try:
-        job = job_of(facts.plan)
-    except PlanError:
+    job = facts.job
+    if job is None:
         return  # told by the rules on what is asked
     told, batch, step = facts.plan.summary.node, facts.plan.summary.batch_bytes, step_bytes(job)
     if batch != step:

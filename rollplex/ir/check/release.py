@@ -16,10 +16,8 @@ from rollplex.ir.check.facts import Facts, imports, moved, writes
 from rollplex.ir.check.order import Order
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.check.update import state_itemsize
-from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
 from rollplex.ir.plan import PlannedObject
-from rollplex.ir.planned_job import job_of
 from rollplex.ir.releasing import not_releasable, stretches
 from rollplex.ir.steps import Drop, Export, Map, MapPart, Publish, Step, Unmap, UnmapPart, UpdateChunk
 
@@ -29,9 +27,8 @@ Layers = tuple[tuple[int, int], ...]
 
 def layers(facts: Facts) -> Layers:
     """The policy's; none where the job is refused, which `asked` tells: then a chunk is taken to write all of it."""
-    try:
-        job = job_of(facts.plan)
-    except PlanError:
+    job = facts.job
+    if job is None:
         return ()
     return tuple((own, shared * job.itemsize) for own, shared in stretches(job))
 

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
-from rollplex.ir.errors import PlanError
 from rollplex.ir.parts import round_of
 from rollplex.ir.plan import NodeRecord, references
-from rollplex.ir.planned_job import job_of
 from rollplex.ir.planned_rounds import Rounds
 
 MASKED = ("rx.masked_mean", "rx.masked_sum")
@@ -24,10 +22,9 @@ MASKED = ("rx.masked_mean", "rx.masked_sum")
 
 def told(facts: Facts) -> Iterator[Violation]:
     """The plan has the job's rounds; a job that would be refused is told elsewhere."""
-    try:
-        again = job_of(facts.plan).workload.dynamic_sampling
-    except PlanError:
+    if facts.job is None:
         return
+    again = facts.job.workload.dynamic_sampling
     says = facts.plan.summary.rounds
     given, asked = says.most if says else 1, again.rounds if again else 1
     if given != asked or (says is None) != (again is None):

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from rollplex.ir.check.facts import Facts, is_observation
+from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.graph import is_maths
 from rollplex.ir.check.rules import Violation
-from rollplex.ir.errors import PlanError
 from rollplex.ir.job import Job
-from rollplex.ir.plan import NodeRecord, references
-from rollplex.ir.planned_job import job_of
+from rollplex.ir.plan import NodeRecord, is_observation, references
 
 LARGEST_PAGE = 2 << 20
 
@@ -155,9 +153,5 @@ def check_turns(facts: Facts) -> Iterator[Violation]:
     """Everything that is wrong with turns; a job that would be refused is told elsewhere."""
     for check in CHECKS:
         yield from check(facts)
-    try:
-        job = job_of(facts.plan)
-    except PlanError:
-        return
-    for against in ASKED:
-        yield from against(facts, job)
+    for against in ASKED if facts.job else ():
+        yield from against(facts, facts.job)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from rollplex.ir.check.facts import Facts, reads
 from rollplex.ir.check.rules import At, Violation
 from rollplex.ir.check.tasks import WHOLE, in_parts
+from rollplex.ir.plan import PlannedObject
 from rollplex.ir.steps import Run
 
 OF_TASK = {
@@ -85,14 +86,19 @@ def slots(facts: Facts) -> Iterator[Violation]:
             yield Violation("slot", f"group {step.microbatch} of a task that works on the whole step", at)
     for o in facts.objects.values():
         boundary = facts.boundaries.get(o.role)
-        whole = () if facts.in_groups(o) else (1,)
-        if o.slots > 1 and not facts.in_groups(o):
+        whole = () if _in_groups(facts, o) else (1,)
+        if o.slots > 1 and not _in_groups(facts, o):
             what = f"{o.name} has {o.slots} slots, and no prompt group has one of them"
             yield Violation("slot", what, object=o.name, where=o.name)
             continue
         if boundary is not None and o.slots not in (*whole, boundary.slots):
             what = f"{o.name} has {o.slots} slots, {boundary.name} has {boundary.slots}"
             yield Violation("slot", what, object=o.name, where=o.name)
+
+
+def _in_groups(facts: Facts, o: PlannedObject) -> bool:
+    """Whether an object has a slot for every prompt group: a boundary's piece, or what its prefix saves."""
+    return o in facts.pieces.get(o.role, ()) or o in facts.saved.get(o.role, ())
 
 
 def attached(facts: Facts) -> Iterator[Violation]:
