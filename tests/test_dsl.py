@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_a_helper_in_another_file_is_reported_at_the_line_that_calls_it(tmp_path
     finally:
         sys.path.remove(str(tmp_path))
     assert str(g.loc(g.node_named(graph, "add"))) == f"made.py:{FIRST_LINE + 4}"
+
+
+def test_a_file_that_changes_within_a_second_is_read_again(tmp_path, monkeypatch):
+    """Two texts of one size; nothing is kept beside them."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "quick.py"
+    for name in ("first", "other"):
+        path.write_text(f"import rollplex as rx\n@rx.algorithm\ndef {name}(prompts, *, actor):\n    pass\n")
+        os.utime(path, (1, 1))
+        assert load_algorithm(path).name == name
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_roles_are_known_by_use_and_hosts_by_rx_host():

@@ -7,8 +7,10 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from rollplex.ir.dsl import Algorithm
 from rollplex.ir.errors import GraphError, Loc, RollplexError
@@ -59,9 +61,17 @@ def _algorithms(module: ModuleType, file: Path) -> dict[str, Algorithm]:
     return own or values
 
 
+class _Anew(SourceFileLoader):
+    """Compiles a file each time: its date and size alone do not tell two texts of one second apart."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        """Without them Python keeps nothing."""
+        raise OSError
+
+
 def _execute(file: Path) -> ModuleType:
     """Run a file as a module of its own, its folder importable meanwhile, as `python file.py` has it."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(file.stem, file, loader=_Anew(file.stem, str(file)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
