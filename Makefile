@@ -14,6 +14,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DATA := examples/data/shapes
 export TORCH_INDEX
+# A hundred processes import the same: what is compiled stays compiled, also where a container says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo plan train test check numbers faults soak clean venv-host venv-dev
 

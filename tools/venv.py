@@ -54,7 +54,8 @@ def create(folder: str) -> None:
 
 def install(folder: str, extra: str) -> None:
     """Install the checkout with pip, editable; TORCH_INDEX names an index that has CPU builds of torch."""
-    command = [python_of(folder), "-m", "pip", "install", "--disable-pip-version-check"]
+    # What is imported is compiled then: a tenth of all that pip would compile now.
+    command = [python_of(folder), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
     command += [] if sys.stdout.isatty() else ["--quiet"]
     index = os.environ.get("TORCH_INDEX")
     command += ["--extra-index-url", index] if index else []
