@@ -30,7 +30,7 @@ from rollplex.backends.rollout.sampler import Served
 from rollplex.backends.training.placement import config_of
 from rollplex.backends.vllm import kv, loader, model
 from rollplex.backends.vllm.decoding import Asked, VllmDecoding
-from rollplex.backends.vllm.settings import over_gloo, some_kernels_vary, undisturbed
+from rollplex.backends.vllm.settings import nothing_collected, over_gloo, some_kernels_vary, undisturbed
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
@@ -89,7 +89,8 @@ class VllmSampler:
 
     def close(self) -> None:
         if self._engine is not None:
-            self._engine.engine_core.shutdown()
+            with nothing_collected():
+                self._engine.engine_core.shutdown()
         with suppress(AssertionError):  # vLLM has taken the group with it
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -5,6 +5,7 @@ Settings must be there before the first `import vllm`; nothing that the user has
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,21 @@ def some_kernels_vary() -> Iterator[None]:
     """From here on kernels of which there is no deterministic form run and warn: vLLM's are not all of that kind."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Within the block `gc.collect` does nothing.
+
+    vLLM ends by looking for garbage among all that was imported, in pages that ranks share: a second of each. Nobody
+    needs it: the process ends, too.
+    """
+    collect = gc.collect
+    gc.collect = lambda generation=2: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
 
 
 @contextmanager
