@@ -9,7 +9,7 @@ from rollplex.ir.job import Job
 from rollplex.ir.job_section import MOST_PIECES
 from rollplex.ir.module import Module
 from rollplex.passes.costs import Costs
-from rollplex.passes.releasing import fullest
+from rollplex.passes.releasing import Cuts, fullest
 from rollplex.passes.residency import Residency
 from rollplex.passes.rewriting import rewritten_objects
 from rollplex.passes.schedule import Schedule
@@ -132,4 +132,5 @@ def _beside(job: Job, rewritten: dict[str, int], wanted: int | None, held: int |
     sizes = {-(-units // min(k, units)) for k in ([wanted] if wanted else counts)}
     sizes = {-(-held // ALIGN)} if held else sizes
     snapshot, gradients = rewritten[f"{job.policy}.snapshot"], rewritten.get(f"{job.policy}.gradients", 0)
-    return {e: fullest(job, e * ALIGN, snapshot, gradients).held(gradients > 0) for e in sorted(sizes)}
+    cuts = Cuts.of(job, snapshot, gradients)
+    return {e: fullest(cuts, e * ALIGN).held(gradients > 0) for e in sorted(sizes)}

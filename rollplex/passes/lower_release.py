@@ -18,7 +18,7 @@ from rollplex.ir.steps import Export, Map, MapPart, Signal, Step, Unmap, UnmapPa
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.layout import Layout
 from rollplex.passes.lowering import Context
-from rollplex.passes.releasing import Rewritten, rewritten
+from rollplex.passes.releasing import Cuts, Rewritten, rewritten
 from rollplex.passes.rewriting import names, rewritten_objects
 from rollplex.passes.state import Lifetimes
 
@@ -47,7 +47,7 @@ class ReleasedSnapshot(Context):
         if not sizes:
             return ()
         elements = self.module[Chunks].summary.optimizer.elements
-        return rewritten(self.module.job, elements, sizes[snapshot], sizes.get(gradients, 0))
+        return rewritten(Cuts.of(self.module.job, sizes[snapshot], sizes.get(gradients, 0)), elements)
 
     def let_go(self, window: str) -> Iterator[Step]:
         """Nobody reads theta_k any more: its pages are room for the update, once its readers have unmapped them."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
 from typing import Literal
 
 from rollplex.ir.job import Job
@@ -23,6 +25,32 @@ LEAST_PIECE_BYTES = 64 << 20
 """Of a GPU: handles of 2 MiB cost 60 times more for each byte than those of 256 MiB (paper 3.2 names no size)."""
 Range = tuple[int, int]
 Choice = Literal["keep", "release"]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """All that decides where an update is cut: the same in most jobs that a search for what fits tries.
+
+    `parameters` of a rank, `stretches` as parameters and bytes of the snapshot up to the end of each, in whole pages,
+    the `least` bytes of a piece, and the bytes of both objects.
+    """
+
+    parameters: int
+    stretches: tuple[Range, ...]
+    state_itemsize: int
+    page_bytes: int
+    least: int
+    snapshot: int
+    gradients: int
+
+    @classmethod
+    def of(cls, job: Job, snapshot: int, gradients: int) -> Cuts:
+        """Those of a job's policy."""
+        page = job.device.page_bytes
+        ends = tuple((own, pages(shared * job.itemsize, page)) for own, shared in stretches(job))
+        least = page if job.on_host else LEAST_PIECE_BYTES
+        total = updated_parameters(job, job.policy)
+        return cls(total, ends, state_itemsize(job), page, least, snapshot, gradients)
 
 
 @dataclass(frozen=True)
@@ -55,30 +83,31 @@ def choices(job: Job) -> tuple[Choice, ...]:
     return (wanted,)
 
 
-def rewritten(job: Job, elements: int, snapshot: int, gradients: int) -> tuple[Rewritten, ...]:
-    """The policy's chunks of so many elements over objects of these bytes, in whole pages."""
-    least = job.device.page_bytes if job.on_host else LEAST_PIECE_BYTES
-    ends, found = list(_ends(job, elements, snapshot)), list[Rewritten]()
+def rewritten(cuts: Cuts, elements: int) -> tuple[Rewritten, ...]:
+    """The policy's chunks of so many elements, in whole pages."""
+    return tuple(Rewritten(start, stop, comes, goes) for start, stop, comes, goes in _chunks(cuts, elements))
+
+
+def _chunks(cuts: Cuts, elements: int) -> Iterator[tuple[int, int, Range, Range]]:
     here = gone = 0
-    for start, stop, end in ends:
-        last = stop == ends[-1][1]
-        come = snapshot if last else min(snapshot, max(end, here + least)) if end > here else here
-        used = min(gradients, stop * state_itemsize(job) // job.device.page_bytes * job.device.page_bytes)
-        go = gradients if last else used if used - gone >= least else gone
-        found.append(Rewritten(start, stop, (here, come), (gone, go)))
+    for start, stop, end in _ends(cuts, elements):
+        last = stop == cuts.parameters
+        come = cuts.snapshot if last else min(cuts.snapshot, max(end, here + cuts.least)) if end > here else here
+        used = min(cuts.gradients, stop * cuts.state_itemsize // cuts.page_bytes * cuts.page_bytes)
+        go = cuts.gradients if last else used if used - gone >= cuts.least else gone
+        yield start, stop, (here, come), (gone, go)
         here, gone = come, go
-    return tuple(found)
 
 
-def _ends(job: Job, elements: int, snapshot: int) -> Iterator[tuple[int, int, int]]:
+def _ends(cuts: Cuts, elements: int) -> Iterator[tuple[int, int, int]]:
     """Every chunk, and the end of the stretch that it writes into last, in bytes of whole pages."""
-    total, parts = updated_parameters(job, job.policy), iter(stretches(job))
-    own, shared = next(parts)
-    for start in range(0, total, elements):
-        stop = min(start + elements, total)
+    parts = iter(cuts.stretches)
+    own, end = next(parts)
+    for start in range(0, cuts.parameters, elements):
+        stop = min(start + elements, cuts.parameters)
         while own < stop and (following := next(parts, None)):
-            own, shared = following
-        yield start, stop, min(snapshot, pages(shared * job.itemsize, job.device.page_bytes))
+            own, end = following
+        yield start, stop, min(cuts.snapshot, end)
 
 
 def moments(chunks: tuple[Rewritten, ...], gradients: int) -> Iterator[Moment]:
@@ -87,7 +116,9 @@ def moments(chunks: tuple[Rewritten, ...], gradients: int) -> Iterator[Moment]:
         yield Moment(chunk.comes[1], gradients - chunk.goes[0])
 
 
-def fullest(job: Job, elements: int, snapshot: int, gradients: int) -> Moment:
+@lru_cache(maxsize=4096)
+def fullest(cuts: Cuts, elements: int) -> Moment:
     """The first moment at which most is there of snapshot and gradients."""
-    found = moments(rewritten(job, elements, snapshot, gradients), gradients)
-    return max(found, key=lambda moment: moment.held(gradients > 0))
+    held = ((come + cuts.gradients - gone, come, gone) for _, _, (_, come), (gone, _) in _chunks(cuts, elements))
+    _, come, gone = max(held, key=itemgetter(0))
+    return Moment(come, cuts.gradients - gone)

@@ -13,7 +13,7 @@ from rollplex.ir.work import turn_work
 from rollplex.passes.costs import Costs
 from rollplex.passes.layout import Layout
 from rollplex.passes.leaving import leaving
-from rollplex.passes.releasing import Choice, moments, rewritten
+from rollplex.passes.releasing import Choice, Cuts, moments, rewritten
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import START, HeldSizes, Lifetimes, StateObject
 from rollplex.passes.timeline import Added, Timeline, window_seconds
@@ -118,7 +118,7 @@ def _released(module: Module, data: Data) -> Data:
     names = (f"{job.policy}.snapshot", f"{job.policy}.gradients")
     nbytes = [lifetimes[name].nbytes for name in names]
     elements = reserved_elements(job, updated_parameters(job, job.policy), module[HeldSizes].chunk_elements)
-    every = list(moments(rewritten(job, -(-elements // ALIGN) * ALIGN, *nbytes), nbytes[1]))
+    every = list(moments(rewritten(Cuts.of(job, *nbytes), -(-elements // ALIGN) * ALIGN), nbytes[1]))
     found = (max(every, key=lambda m: m.held(gradients=True)), every[-1])
     units = tuple({n: -(-b // UNIT) for n, b in zip(names, (m.snapshot, m.gradients), strict=True)} for m in found)
     remap = {window: round(Costs(job).remap_s(nbytes[0], max(0, job.q - 1)) * 1e6)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rollplex.ir.module import Module
 from rollplex.passes.pools import Parts
-from rollplex.passes.releasing import fullest
+from rollplex.passes.releasing import Cuts, fullest
 from rollplex.passes.residency import Residency
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.state import Lifetimes
@@ -37,6 +37,6 @@ def fullest_parts(module: Module, elements: int) -> Parts:
     sizes, (snapshot, gradients) = rewritten_objects(module), names(module)
     if not sizes:
         return {}
-    then = fullest(module.job, elements, sizes[snapshot], sizes.get(gradients, 0))
+    then = fullest(Cuts.of(module.job, sizes[snapshot], sizes.get(gradients, 0)), elements)
     found = {snapshot: then.snapshot, gradients: then.gradients}
     return {update_window(module): {name: found[name] for name in sizes}}
