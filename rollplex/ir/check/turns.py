@@ -153,5 +153,7 @@ def check_turns(facts: Facts) -> Iterator[Violation]:
     """Everything that is wrong with turns; a job that would be refused is told elsewhere."""
     for check in CHECKS:
         yield from check(facts)
-    for against in ASKED if facts.job else ():
+    if facts.job is None:
+        return
+    for against in ASKED:
         yield from against(facts, facts.job)
