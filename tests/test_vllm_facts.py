@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from rollplex import doctor
 from rollplex.backends.facts import load_facts
 from rollplex.backends.rollout.sampler import Served
 from rollplex.backends.shard import order_of, shard_of
-from rollplex.backends.vllm import versions
+from rollplex.backends.vllm import settings, versions
 from rollplex.backends.vllm.layers import PairedActivation, ReorderedQkv, pairs_of
 from rollplex.backends.vllm.names import parameters
 from rollplex.backends.vllm.versions import Installed, installed, lacking
@@ -178,3 +180,18 @@ def test_rows_that_do_not_pair_are_no_pairs() -> None:
     assert pairs_of(rows) == 1
     with pytest.raises(AssertionError, match="gate and up do not alternate"):
         pairs_of((rows[1], rows[0]))
+
+
+def test_an_engine_that_ends_looks_for_no_garbage() -> None:
+    """vLLM asks for it when it is shut down; afterwards a collection is one again."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    one = ref(Cycle())
+    with settings.nothing_collected():
+        assert gc.collect() == 0
+        assert one() is not None
+    assert gc.collect() > 0
+    assert one() is None
