@@ -34,7 +34,16 @@ ARGUMENTS = (
     "async_scheduling", "enforce_eager", "mm_encoder_tp_mode", "mm_processor_cache_gb", "skip_mm_profiling",
     "disable_log_stats", "gpu_memory_utilization", "compilation_config", "disable_custom_all_reduce",
 )  # fmt: skip
-SAMPLING = ("temperature", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", "detokenize", "output_kind")
+SAMPLING = (
+    "temperature",
+    "seed",
+    "max_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "detokenize",
+    "output_kind",
+)
 
 CALLS = (
     # An engine, and what lies in it (sampler.py, decoding.py).

@@ -15,7 +15,7 @@ from rollplex.ir.work import Work
 SAMPLER_BYTES = 2 + 4 + 4 + 8 + 4 + 4
 """A logit of a sequence, gathered over ranks: bf16, FP32, sorted with its index, probability, running sum."""
 ALL_REDUCE_BYTES = (2 * 8 + 8) << 20
-"""Of a rank of several: two buffers and a table of vLLM's own all-reduce; where that takes more it is off (sampler.py)."""
+"""Of a rank of several: two buffers and a table of vLLM's all-reduce; where it takes more it is off (sampler.py)."""
 GRAPH_BYTES = 2**30
 """CUDA graphs of a decode engine; an assumption, engines log 0.5 to 1.5 GiB."""
 

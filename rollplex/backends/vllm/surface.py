@@ -61,8 +61,7 @@ class Surface:
     def _member(self, owner: Found, name: str) -> Found | None:
         """An attribute of a class, of one of its bases, or of the class that a name has an instance of."""
         if not isinstance(owner.node, ast.ClassDef):
-            made = getattr(owner.node, "value", None)
-            of = self._top(owner.module, made.func.id) if _is_made(made) else None
+            of = self._top(owner.module, _made_by(owner.node))
             return self._member(of, name) if of else None
         for node in owner.node.body:
             if name in _names(node) or name in _set_on_self(node):
@@ -142,8 +141,10 @@ def _bases(node: ast.ClassDef) -> list[str]:
     return [base.id for base in plain if isinstance(base, ast.Name)]
 
 
-def _is_made(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+def _made_by(node: ast.AST) -> str:
+    """The class whose constructor an assignment calls; empty where it does not."""
+    made = getattr(node, "value", None)
+    return made.func.id if isinstance(made, ast.Call) and isinstance(made.func, ast.Name) else ""
 
 
 def _parameters(node: ast.FunctionDef) -> set[str]:
