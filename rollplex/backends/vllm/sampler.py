@@ -31,6 +31,7 @@ from rollplex.backends.training.placement import config_of
 from rollplex.backends.vllm import kv, loader, model
 from rollplex.backends.vllm.decoding import Asked, VllmDecoding
 from rollplex.backends.vllm.settings import nothing_collected, over_gloo, some_kernels_vary, undisturbed
+from rollplex.backends.vllm.versions import installed
 from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat
@@ -57,15 +58,14 @@ class VllmSampler:
         rows = {kind: facts.rows(job.spec, kind, job.rollout_tp, self._seat.tp) for kind in ("qkv", "gate_up")}
         vocab = job.spec.padded_vocab(job.train_tp)
         memory = self._served.kv
-        machine = (undisturbed(), over_gloo()) if job.on_host else (kv.lent(memory), some_kernels_vary())
+        machine = (undisturbed(), over_gloo()) if job.on_host else (some_kernels_vary(),)
         with ExitStack() as stack:
-            for each in (*machine, loader.serving(self._served, rows, vocab)):
+            for each in (*machine, kv.lent(memory), loader.serving(self._served, rows, vocab)):
                 stack.enter_context(each)
             model.register()
             self._meet()
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments()))
-        if job.on_host:
-            kv.place(self.runner, memory)
+        kv.check(self.runner, memory)
 
     def begin(self, seeds: Sequence[int]) -> None:
         """Prefixes and encoded images of the old weights go."""
@@ -112,8 +112,9 @@ class VllmSampler:
         os.environ.update(RANK=str(self._seat.tp), LOCAL_RANK=str(where), WORLD_SIZE=str(tp))
 
     def _arguments(self) -> dict[str, Any]:
-        job, rollout = self._job, self._job.roles[self._job.policy].rollout
+        job, rollout, found = self._job, self._job.roles[self._job.policy].rollout, installed()
         assert rollout is not None
+        assert found is not None
         captured = {} if job.on_host else {"gpu_memory_utilization": LEAST_SHARE, "compilation_config": GRAPHS}
         return {
             **captured,
@@ -124,6 +125,7 @@ class VllmSampler:
             "seed": 0,
             "tensor_parallel_size": job.rollout_tp,
             "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": not found.own_all_reduce,
             "max_model_len": model_length(job),
             "max_num_seqs": min(rollout.max_num_seqs, job.prompts_per_engine * job.group),
             "max_num_batched_tokens": rollout.max_num_batched_tokens,
