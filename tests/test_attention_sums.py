@@ -8,14 +8,17 @@ from dataclasses import replace
 
 import pytest
 
+from rollplex.api import compile_files
 from rollplex.backends import attention_sums as a
 from rollplex.backends.megatron.facts import FACTS
+from rollplex.ir.checker import check_plan
 from rollplex.ir.hardware import GPUS, load_gpu
 from rollplex.ir.job import load_job
 from rollplex.ir.models import load_model
+from rollplex.ir.plan import PlannedObject
 from rollplex.ir.work import Work, one_response, role_work
 
-GIB = 2**30
+GIB, DAPO = 2**30, "examples/jobs/dapo_32b_h800x32.yaml"
 THREE_B = load_model("Qwen2.5-VL-3B")
 
 
@@ -131,7 +134,7 @@ def test_the_plan_counts_the_sms_of_its_gpu() -> None:
 
 def test_a_job_of_long_responses() -> None:
     """DAPO's 8 x 20480 tokens at 32B, TP 8: 10.7 GiB less 8.7; all else of a suffix step is as it was."""
-    job = load_job("examples/jobs/dapo_32b_h800x32.yaml")
+    job = load_job(DAPO)
     eight, one = (one_response(role_work(job, "actor"), n) for n in (8, 1))
     sums = 2 * GIB + 2 * 2048 * 1 * 128 * 4
     assert a.backward_sums_bytes(eight, 20480, 2048, 8) == sums
@@ -140,6 +143,23 @@ def test_a_job_of_long_responses() -> None:
     boundary = 2048 * eight.kv_bytes
     a_token = (FACTS.train_activation_bytes(one) - boundary - alone) // 20480
     assert FACTS.train_activation_bytes(eight) == 8 * 20480 * a_token + sums + boundary
+
+
+def test_a_plan_of_other_sums_is_refused() -> None:
+    """One call for all responses, or another GPU's SMs: a page is one too many, and the checker says what is right."""
+    plan = compile_files("examples/dapo.py", DAPO, ["cluster.gpu=A800-80"]).plan
+    o, responses = plan.object("train.activations"), plan.summary.chunks.microbatch.suffix_responses
+    one_call = mha_varlen_bwd([20480 * responses], 5, 108) - 2 * GIB
+    assert responses > 1
+    assert not check_plan(plan)
+    for nbytes in (o.bytes + one_call, o.bytes - 2 * GIB):
+        objects = tuple(replaced(x, nbytes) if x.name == o.name else x for x in plan.summary.objects)
+        broken = plan.model_copy(update={"summary": plan.summary.model_copy(update={"objects": objects})})
+        assert [p for p in check_plan(broken) if f"train.activations has {nbytes:,} bytes, the job's" in str(p)]
+
+
+def replaced(o: PlannedObject, nbytes: int) -> PlannedObject:
+    return o.model_copy(update={"bytes": nbytes})
 
 
 def test_unfused_attention_has_none() -> None:

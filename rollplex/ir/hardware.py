@@ -36,7 +36,10 @@ def communication_mib(communicators: int) -> int:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device; GB and TB are decimal, GiB binary, rates are per second, compute is dense bf16."""
+    """One device; GB and TB are decimal, GiB binary, rates are per second, compute is dense bf16.
+
+    On a `hopper` one cuDNN attends what is one long sequence.
+    """
 
     name: str
     hbm_gb: float

@@ -107,6 +107,7 @@ class _SharedPrefix(torch.autograd.Function):
         (grad,) = grad_outputs
         q, k, v, out, lse, *pieces = ctx.saved_tensors
         n, heads, s, _ = q.shape
+        # A host's kernel sums nothing apart: runs are those of a GPU of one SM, and few groups are too large for one.
         own, seeing = ([(r, r) for r in runs([s] * n, heads, sms=1, as_one=one)] for one in (False, True))
         of_themselves = partial(_of_themselves, (grad, q, k, v, out, lse), ctx.scale)
         dq, dk, dv = in_runs(own, of_themselves, (q, k, v), ())
