@@ -214,62 +214,42 @@ def test_runs_take_what_a_plan_counts_and_say_what_one_call_says(
 
     if not hopper:
         monkeypatch.setattr(one_sequence, "_hopper", lambda _: False)
-    once, whole = taken(), ran()
+    whole, once = after_one_prefix()
     sms = one_sequence.sms(torch.device("cuda", 0))
     monkeypatch.setattr(attention_sums, "LARGEST_SUMS", attention_sums._by_sms(16, sms, 4000, 1))
-    runs, parts = taken(), ran()
-    again = ran()
+    (parts, peak), (again, _) = after_one_prefix(), after_one_prefix()
     with capsys.disabled():
-        print(f"\n  sums and outputs: {once / 2**20:.0f} MiB in one call, {runs / 2**20:.0f} MiB in runs")
+        print(f"\n  a backward takes {once / 2**20:.0f} MiB in one call, {peak / 2**20:.0f} MiB in runs")
     assert all(torch.equal(x, y) for x, y in zip(parts, again, strict=True))
     for found, right in zip(parts, whole, strict=True):
         assert off(found, right) < 0.012
     own = sum(x.numel() * x.element_size() for x in whole[:3])
     shared = sum(x.numel() * (4 + x.element_size()) for x in whole[3:])
-    expanded = 2 * 16 * sum(RESPONSES) * 128 * 2  # gradients of keys and values of a call, for each head
-    assert runs <= 3 * own + attention_sums.LARGEST_SUMS + shared + expanded
-    assert runs < once or hopper
+    expanded = 2 * 16 * 16_000 * 128 * 2  # gradients of keys and values of a call, for each head
+    assert peak <= 3 * own + attention_sums.LARGEST_SUMS + shared + expanded
+    assert peak < once or hopper
 
 
-RESPONSES = [2000] * 8
-
-
-def ran() -> list[Tensor]:
-    """Gradients of q, k, v and a prefix of 1024 tokens, deterministic as a worker asks for them."""
-    return grads(*drawn_group())
-
-
-def taken() -> int:
-    """Bytes at the peak of a backward beside what was there."""
-    out, given = drawn_group()
-    weight = torch.ones_like(out)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    grads(out, given, weight)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def drawn_group() -> tuple[Tensor, list[Tensor]]:
+def after_one_prefix() -> tuple[list[Tensor], int]:
+    """Gradients of 8 x 2000 tokens behind 1024, deterministic as a worker asks for them; bytes at their peak."""
     from rollplex.backends.cuda.attention import Lengths, packed_after_prefix
 
     torch.manual_seed(5)
-    t, heads, kv_heads, d = sum(RESPONSES), 16, 2, 128
-    given = [drawn(t, heads, d), drawn(t, kv_heads, d), drawn(t, kv_heads, d)]
-    given += [drawn(kv_heads, 1024, d), drawn(kv_heads, 1024, d)]
+    lengths, heads, kv_heads, d = [2000] * 8, 16, 2, 128
+    given = [drawn(sum(lengths), n, d) for n in (heads, kv_heads, kv_heads)]
+    given += [drawn(kv_heads, 1024, d) for _ in range(2)]
     q, k, v, prefix_k, prefix_v = given
-    lengths = Lengths.of(RESPONSES, torch.device("cuda"))
-    return packed_after_prefix(q, k, v, lengths, prefix_k, prefix_v, d**-0.5), given
-
-
-def grads(out: Tensor, given: list[Tensor], weight: Tensor | None = None) -> list[Tensor]:
-    before = torch.are_deterministic_algorithms_enabled()
+    out = packed_after_prefix(q, k, v, Lengths.of(lengths, torch.device("cuda")), prefix_k, prefix_v, d**-0.5)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, asked = torch.cuda.memory_allocated(), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        return list(torch.autograd.grad(out, given, torch.ones_like(out) if weight is None else weight))
+        found = list(torch.autograd.grad(out, given, out.detach()))
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(asked)
+    torch.cuda.synchronize()
+    return found, torch.cuda.max_memory_allocated() - before
 
 
 def off(found: Tensor, right: Tensor) -> float:
