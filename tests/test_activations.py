@@ -244,17 +244,3 @@ def test_context_parallelism_cuts_the_tokens() -> None:
     assert work(GPT, cp=4).local(4100) == 2 * 513
     whole, quarter = (FACTS.prefix_saved_bytes(work(GPT, prompt_tokens=4096, patches=0, cp=cp)) for cp in (1, 4))
     assert whole == 4 * quarter
-
-
-@pytest.mark.parametrize(
-    ("heads", "queries", "keys"), [(16, 6144, 6144), (5, 16384, 16384), (4, 4096, 16384), (5, 65536, 16384)]
-)
-def test_what_is_summed_apart_has_room_at_every_shorter_length(heads: int, queries: int, keys: int) -> None:
-    """cuDNN sums apart what fits 2 GiB, FlashAttention whatever comes; a shorter sequence may go the other way."""
-    row, planned = 128 * 4, a.backward_sums_bytes(work(replace(GPT, heads=heads)), queries, keys)
-    for q in range(256, queries + 1, 256):
-        for k in range(256, keys + 1, 1024):
-            rounded, columns = -(-q // 1024) * 1024, -(-k // 1024) * 1024
-            blocks = heads * ((columns // 256 * rounded + columns) * row + 4 * rounded)
-            flash = -(-132 // heads) * heads * q * row
-            assert (blocks if a.sums_apart(heads, q, columns) else flash) <= planned

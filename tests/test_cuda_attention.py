@@ -140,7 +140,7 @@ def test_where_too_much_would_be_summed_apart_another_backward_goes_on(
 
 def test_what_a_backward_takes_is_what_a_plan_counts() -> None:
     """Beside its outputs: the sums of blocks of keys."""
-    from rollplex.backends.activations import HEAD_ROW_BYTES, KEY_BLOCK
+    from rollplex.backends.attention_sums import HEAD_ROW_BYTES, KEY_BLOCK
     from rollplex.backends.cuda.one_sequence import attend, attend_backward
 
     t, heads, kv_heads, d = 2048, 16, 2, 128
@@ -202,6 +202,54 @@ def test_a_long_prefix_is_not_copied_for_each_response() -> None:
     packed_after_prefix(q, k, v, lengths, prefix_k, prefix_v, d**-0.5)
     one_prefix = 2 * kv_heads * p * d * 2
     assert torch.cuda.max_memory_allocated() - before < 12 * q.numel() * 2 < n * one_prefix
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_runs_take_what_a_plan_counts_and_say_what_one_call_says(
+    monkeypatch: pytest.MonkeyPatch, hopper: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight responses of 2000 tokens; the limit has room for two of them in a call over their prefix."""
+    from rollplex.backends import attention_sums
+    from rollplex.backends.cuda import one_sequence
+
+    if not hopper:
+        monkeypatch.setattr(one_sequence, "_hopper", lambda _: False)
+    whole, once = after_one_prefix()
+    sms = one_sequence.sms(torch.device("cuda", 0))
+    monkeypatch.setattr(attention_sums, "LARGEST_SUMS", attention_sums._by_sms(16, sms, 4000, 1))
+    (parts, peak), (again, _) = after_one_prefix(), after_one_prefix()
+    with capsys.disabled():
+        print(f"\n  a backward takes {once / 2**20:.0f} MiB in one call, {peak / 2**20:.0f} MiB in runs")
+    assert all(torch.equal(x, y) for x, y in zip(parts, again, strict=True))
+    for found, right in zip(parts, whole, strict=True):
+        assert off(found, right) < 0.012
+    own = sum(x.numel() * x.element_size() for x in whole[:3])
+    shared = sum(x.numel() * (4 + x.element_size()) for x in whole[3:])
+    expanded = 2 * 16 * 16_000 * 128 * 2  # gradients of keys and values of a call, for each head
+    assert peak <= 3 * own + attention_sums.LARGEST_SUMS + shared + expanded
+    assert peak < once or hopper
+
+
+def after_one_prefix() -> tuple[list[Tensor], int]:
+    """Gradients of 8 x 2000 tokens behind 1024, deterministic as a worker asks for them; bytes at their peak."""
+    from rollplex.backends.cuda.attention import Lengths, packed_after_prefix
+
+    torch.manual_seed(5)
+    lengths, heads, kv_heads, d = [2000] * 8, 16, 2, 128
+    given = [drawn(sum(lengths), n, d) for n in (heads, kv_heads, kv_heads)]
+    given += [drawn(kv_heads, 1024, d) for _ in range(2)]
+    q, k, v, prefix_k, prefix_v = given
+    out = packed_after_prefix(q, k, v, Lengths.of(lengths, torch.device("cuda")), prefix_k, prefix_v, d**-0.5)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, asked = torch.cuda.memory_allocated(), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = list(torch.autograd.grad(out, given, out.detach()))
+    finally:
+        torch.use_deterministic_algorithms(asked)
+    torch.cuda.synchronize()
+    return found, torch.cuda.max_memory_allocated() - before
 
 
 def off(found: Tensor, right: Tensor) -> float:

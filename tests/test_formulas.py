@@ -30,6 +30,7 @@ POOLS = (
 )
 CUT = ("roles.actor.train.pipeline_parallel=2", "roles.actor.train.context_parallel=2")
 UNFUSED = ("roles.actor.attention=unfused", "roles.reference.attention=unfused")
+LONG = ("workload.response_tokens=40000", "workload.prompts=32", "roles.actor.rollout.kv_cache_gib=900")
 SPREAD = ("roles.actor.train.tensor_parallel=4", "roles.actor.train.expert_parallel=2")
 JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("grpo", X8, ()),
@@ -47,6 +48,7 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("gspo", MOE, ("roles.actor.train.pipeline_parallel=2", "roles.actor.recompute=none")),
     ("ppo", PPO, ()),
     ("dapo", "examples/jobs/dapo_32b_h800x32.yaml", ()),
+    ("dapo", "examples/jobs/dapo_32b_h800x32.yaml", ("cluster.gpu=A800-80", *LONG)),
     ("grpo_reward_model", "examples/jobs/reward_model_32b_h800x8.yaml", ()),
     ("grpo", "tests/cases/02_states_no_offload.yaml", ("roles.actor.recompute=none",)),
     ("grpo", "tests/cases/04_microbatch_too_large.yaml", ("roles.actor.train.zero=2",)),

@@ -30,12 +30,6 @@ PARTS = {"qkv": 3, "gate_up": 2, "expert_gate_up": 2}  # that have a pair each w
 ROUTER_BYTES = 8  # an expert: its logit and its probability, both FP32
 LOGIT_COPIES, LOGIT_FP32_COPIES = 2, 4  # logits and their gradient; their FP32 copy, two softmaxes, its gradient
 
-ROOM = 1024
-KEY_BLOCK = 256
-HEAD_ROW_BYTES = 128 * 4  # FP32 of a head that is no wider than 128
-LARGEST_SUMS = 2 << 30
-SMS = 132  # of a Hopper GPU with the most
-
 
 def _split(nbytes: int, work: Work, sharded: bool) -> int:
     return nbytes // work.tp if sharded else nbytes
@@ -62,33 +56,6 @@ def saved_scores_bytes(work: Work, context: int) -> int:
 def scores_bytes(work: Work, context: int) -> int:
     """One score of every head for every token of the context."""
     return work.spec.heads * context * work.itemsize // work.tp if work.unfused else 0
-
-
-def sums_apart(heads: int, queries: int, keys: int) -> bool:
-    """Whether a backward of fused attention may sum up what each block of keys says of all queries apart."""
-    return _sums_bytes(heads, room(queries), keys) <= LARGEST_SUMS
-
-
-def backward_sums_bytes(work: Work, queries: int, keys: int) -> int:
-    """What the backward of fused attention sums apart on a GPU, so that its bits are the same each time: FP32.
-
-    cuDNN's has a gradient of the queries for each block of keys, one of the keys for each head, and a number a row,
-    as far as they are no more than LARGEST_SUMS; FlashAttention's (backends/cuda/one_sequence.py) has one of the
-    queries for each SM that a head has. Shorter sequences may take the other way: the larger of both, at most.
-    """
-    heads, queries = -(-work.spec.heads // work.tp), room(queries)
-    if work.unfused or not queries:
-        return 0
-    return max((SMS + heads) * queries * HEAD_ROW_BYTES, min(_sums_bytes(heads, queries, room(keys)), LARGEST_SUMS))
-
-
-def room(tokens: int) -> int:
-    """Tokens that an attention graph has room for, to be made for few lengths."""
-    return -(-tokens // ROOM) * ROOM
-
-
-def _sums_bytes(heads: int, queries: int, keys: int) -> int:
-    return heads * ((-(-keys // KEY_BLOCK) * queries + keys) * HEAD_ROW_BYTES + 4 * queries)
 
 
 def dense_bytes(work: Work) -> int:

@@ -36,7 +36,10 @@ def communication_mib(communicators: int) -> int:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device; GB and TB are decimal, GiB binary, rates are per second, compute is dense bf16."""
+    """One device; GB and TB are decimal, GiB binary, rates are per second, compute is dense bf16.
+
+    On a `hopper` one cuDNN attends what is one long sequence.
+    """
 
     name: str
     hbm_gb: float
@@ -50,6 +53,7 @@ class Gpu:
     page_bytes: int = 2 * 2**20
     capacity_from_job: bool = False
     measured_link_gb_s: float | None = None
+    hopper: bool = False
 
     def is_called(self, found: str) -> bool:
         """Whether a device's own name, `NVIDIA H100 80GB HBM3`, is one of this GPU."""
@@ -84,10 +88,10 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("A100-40", 40, 1.555, 312, 600, 64, 108, 39.4),
     Gpu("A100-80", 80, 2.039, 312, 600, 64, 108, 79.3, "usable size from A800-80, the same memory"),
     Gpu("A800-80", 80, 2.039, 312, 400, 64, 108, 79.3),
-    Gpu("H100", 80, 3.35, 989, 900, 128, 132, 79.1),
-    Gpu("H800", 80, 3.35, 989, 400, 128, 132, 79.1, "usable size from H100, the same memory"),
-    Gpu("H200", 141, 4.8, 989, 900, 128, 132, 139.8),
-    Gpu("H20", 96, 4.0, 148, 900, 128, 78),
+    Gpu("H100", 80, 3.35, 989, 900, 128, 132, 79.1, hopper=True),
+    Gpu("H800", 80, 3.35, 989, 400, 128, 132, 79.1, "usable size from H100, the same memory", hopper=True),
+    Gpu("H200", 141, 4.8, 989, 900, 128, 132, 139.8, hopper=True),
+    Gpu("H20", 96, 4.0, 148, 900, 128, 78, hopper=True),
     # Smaller cards of public reports; over PCIe, which is what stands under NVLink for a card that has none.
     Gpu("A10", 24, 0.6, 125, 64, 64, 72, 21.99, "no NVLink"),
     Gpu("A6000", 48, 0.768, 154.8, 112.5, 64, 84, None, "NVLink bridge of two cards"),

@@ -27,7 +27,8 @@ class Work:
     tokens for heads inside attention (Ulysses). With `adapters` only they are trained. In a later turn the
     group has `sequences` histories, `prompt_tokens` are those that are new in one, behind `before` of the pieces it
     extends; `others` are a rank's tokens in the group's other pieces, whose gradients wait meanwhile. Where a plan has
-    a prefix's saved state `dropped`, its backward makes it again.
+    a prefix's saved state `dropped`, its backward makes it again. The GPU has so many `sms`; of a `hopper` one cuDNN's
+    attention is taken.
     """
 
     spec: ModelSpec
@@ -57,6 +58,8 @@ class Work:
     others: int = 0
     dropped: bool = False
     on_cpu: bool = False
+    sms: int = 132
+    hopper: bool = True
 
     @property
     def context(self) -> int:
@@ -145,6 +148,8 @@ def role_work(job: Job, role: str) -> Work:
         steps=-(-job.workload.prompts // max(1, job.data_parallel(role))),
         by_heads=job.whole_sequences(role),
         on_cpu=job.on_host,
+        sms=job.device.sms,
+        hopper=job.device.hopper,
     )
 
 

@@ -14,6 +14,7 @@ from rollplex.ir.spec import VisionSpec
 from rollplex.ir.work import Work
 
 NOTHING = n(0, "B")
+MOST, ROW = n(2 * 2**30, "B at most"), n(128, "head") * n(4, "B")  # that attention sums apart; of one row of a head
 
 
 def kv_heads(work: Work) -> Formula:
@@ -209,20 +210,40 @@ def _suffix(work: Work) -> Formula:
     t = Tokens(work, work.prompt_tokens + work.response_tokens)
     again = (t.layer() if work.recompute else NOTHING) + n(2) * t.scores()
     layer = t.kept(work.layers_in_flight) + again + t.in_flight()
-    alone = largest(_head(work, tokens), part("suffix sums apart", _sums_apart(work, tokens, work.prompt_tokens)))
+    apart = _sums_apart(work, work.local(work.response_tokens), work.prompt_tokens, work.responses)
+    alone = largest(_head(work, tokens), part("suffix sums apart", apart))
     return _tokens(tokens) * layer + alone + _sent(work, tokens)
 
 
-def _sums_apart(work: Work, queries: int, keys: int) -> Formula:
-    """What the backward of fused attention sums apart, by SMs or by blocks of keys up to a limit: the larger."""
+def _sums_apart(work: Work, queries: int, keys: int, sequences: int = 1) -> Formula:
+    """What the backward of fused attention sums apart, by SMs or by blocks of keys: the larger, up to a limit."""
     if work.unfused or not queries:
         return NOTHING
+    seen, alone = _by_sms(work, sequences * queries, 1), part("one response alone", _by_sms(work, queries, 1))
+    calls = [seen, *(_by_sms(work, count * queries, count) for count in range(2, sequences + 1))]
+    whole = max(calls, key=lambda call: call.value)
+    if whole.value <= MOST.value or sequences == 1:
+        return largest(whole, _by_blocks(work, queries * sequences, keys))
+    gradients = n(2) * n(keys, "keys") * kv_heads(work) * n(work.spec.head_dim) * n(4, "B")
+    run = alone if alone.value > MOST.value else MOST
+    return run + (gradients if seen.value > run.value else NOTHING)
+
+
+def _by_sms(work: Work, queries: int, sequences: int) -> Formula:
+    """FlashAttention's: each SM of a head has queries of its own; of every sequence there is a block of rows more."""
+    heads = -(-work.spec.heads // work.tp)
+    rows = n(heads, "heads") * (_tokens(queries) + n(sequences * 128, "rows"))
+    return rows * (n(-(-work.sms // (sequences * heads)), "SMs a head") * ROW + n(4, "B"))
+
+
+def _by_blocks(work: Work, queries: int, keys: int) -> Formula:
+    """cuDNN's: each block of keys has queries of its own, where that is not too much; of a Hopper GPU."""
+    if not work.hopper:
+        return NOTHING
     heads, rows, columns = -(-work.spec.heads // work.tp), -(-queries // 1024) * 1024, -(-keys // 1024) * 1024
-    row = n(128, "head") * n(4, "B")
     blocks = n(columns // 256, "blocks of keys") * _tokens(rows) + n(columns, "keys")
-    apart = n(heads, "heads") * (blocks * row + _tokens(rows) * n(4, "B"))
-    most = apart if apart.value <= 2 * 2**30 else n(2 * 2**30, "B at most")
-    return largest(n(132 + heads, "SMs and heads") * _tokens(rows) * row, most)
+    apart = n(heads, "heads") * (blocks * ROW + _tokens(rows) * n(4, "B"))
+    return apart if apart.value <= MOST.value else MOST
 
 
 def _prefix_backward(work: Work) -> Formula:

@@ -2,7 +2,8 @@
 
     queries of n responses, end to end   x  [ prefix K, V, one copy ]        part A: no mask
                                          x  [ each response's own K, V ]     part B: causal, variable lengths
-    merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
+    merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp,
+for as many whole responses at a time as may sum apart what they do (attention_sums.py).
 
 Many sequences are FlashAttention's, one long one (part A, a whole prompt) is one_sequence.py's. Keys and values have as
 many heads as the model has KV heads: kernels group queries by themselves. Of bfloat16 and float16 only, as the kernels
@@ -11,24 +12,43 @@ are. On a host the same is done by training/attention.py, sequences side by side
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollplex.backends.attention_sums import runs
 from rollplex.backends.cuda import one_sequence
 from rollplex.backends.cuda.one_sequence import Attended
+from rollplex.backends.in_runs import Gradients, in_runs
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
 
 class Lengths(NamedTuple):
-    """Sequences end to end: where each starts and where the last ends [n + 1] int32 on the GPU; the longest."""
+    """Sequences end to end: where each starts and where the last ends [n + 1] int32 on the GPU; the length of each."""
 
     bounds: Tensor
-    longest: int
+    each: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(self.each)
+
+    def cut(self, runs: Sequence[slice]) -> list[tuple[slice, slice]]:
+        """Runs of sequences, and where their tokens lie."""
+        ends = [0, *accumulate(self.each)]
+        return [(run, slice(ends[run.start], ends[run.stop])) for run in runs]
+
+    def of_run(self, run: slice) -> Tensor:
+        """The bounds of some sequences by themselves, counted on the GPU, which nobody waits for."""
+        some = self.bounds[run.start : run.stop + 1]
+        return some if run.start == 0 else some - some[0]
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Lengths:
@@ -39,7 +59,7 @@ class Lengths(NamedTuple):
 @lru_cache(maxsize=32)
 def _of(lengths: tuple[int, ...], device: torch.device) -> Lengths:
     ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
-    return Lengths(ends, max(lengths))
+    return Lengths(ends, lengths)
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, causal: bool) -> Tensor:
@@ -81,19 +101,29 @@ class _AfterPrefix(torch.autograd.Function):
     ) -> Tensor:
         q = q.contiguous()
         out, lse, *rng = _after_prefix(q, k, v, prefix_k, prefix_v, lengths, scale)
-        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse, lengths.bounds, *rng)
-        ctx.longest, ctx.scale = lengths.longest, scale
+        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse, *rng)
+        ctx.lengths, ctx.scale = lengths, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, prefix_k, prefix_v, out, lse, bounds, *rng = ctx.saved_tensors
-        grad, longest, scale = grad_outputs[0].contiguous(), ctx.longest, ctx.scale
-        rows = lse[:, : q.shape[0]].contiguous()
-        dq, dk, dv = _backward(grad, q, k, v, out, rows, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale)
-        dq_a, dk_a, dv_a = one_sequence.attend_backward(
-            grad, q, prefix_k, prefix_v, Attended(out, lse), scale, slot=True
-        )
+        q, k, v, prefix_k, prefix_v, out, lse, *rng = ctx.saved_tensors
+        grad, lengths, scale = grad_outputs[0].contiguous(), ctx.lengths, ctx.scale
+        found, heads, sms = Attended(out, lse), q.shape[1], one_sequence.sms(q.device)
+
+        def of_themselves(run: slice, rows: slice) -> Gradients:
+            bounds, longest = lengths.of_run(run), max(lengths.each[run])
+            given = (*(x[rows] for x in (grad, q, k, v, out)), lse[:, rows].contiguous())
+            return _backward(*given, bounds, bounds, longest, longest, 0.0, True, *rng, scale=scale)
+
+        def of_prefix(_: slice, rows: slice) -> Gradients:
+            return one_sequence.attend_backward(
+                grad[rows], q[rows], prefix_k, prefix_v, found.rows(rows), scale, slot=True
+            )
+
+        own, seeing = (lengths.cut(runs(lengths.each, heads, sms, as_one=one)) for one in (False, True))
+        dq, dk, dv = in_runs(own, of_themselves, (q, k, v), ())
+        dq_a, dk_a, dv_a = in_runs(seeing, of_prefix, (q,), (prefix_k, prefix_v))
         return dq + dq_a, dk, dv, dk_a, dv_a, None, None
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollplex.backends.activations import room
+from rollplex.backends.attention_sums import room
 from rollplex.ir.errors import EngineError
 
 

@@ -4,7 +4,7 @@ a prefix               queries [t, heads, d]  x  its own keys [t, kv_heads, d]  
 a group's responses    queries [t, heads, d]  x  a boundary slot [kv_heads, p of room, d]  no mask: all behind it
 
 The backward has the same bits each time, for which cuDNN's sums apart what each block of keys says; where that is too
-much (activations.sums_apart), FlashAttention's goes on from the same output and log-sum-exp.
+much (attention_sums.sums_apart), FlashAttention's goes on from the same output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from rollplex.backends.activations import sums_apart
+from rollplex.backends.attention_sums import room, sums_apart
 from rollplex.backends.cuda.graphs import Layout, backward_graph, forward_graph, handle
 
 HOPPER = 9
@@ -28,6 +29,13 @@ class Attended(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+    def rows(self, some: slice) -> Attended:
+        """Of some rows, with room for a graph's behind those of the log-sum-exp."""
+        if some.stop - some.start == len(self.out):
+            return self
+        lse = self.lse[:, some]
+        return Attended(self.out[some], pad(lse, (0, room(lse.shape[1]) - lse.shape[1])))
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -88,6 +96,12 @@ def check(device: torch.device) -> None:
     """EngineError where cuDNN's graphs are wanted and cannot be made from Python."""
     if _hopper(device):
         handle(device)
+
+
+@lru_cache(maxsize=8)
+def sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU, as FlashAttention counts them."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.backends import activations as a
+from rollplex.backends.attention_sums import backward_sums_bytes
 from rollplex.backends.facts import Block
 from rollplex.backends.megatron import sizes
 from rollplex.backends.ordering import grouped
@@ -118,7 +119,7 @@ class MegatronFacts:
         tokens, context = self._suffix_tokens(work), work.context + work.response_tokens
         layer = a.backward_bytes(work, context) + _gated_backward(work, work.spec.ffn // work.tp)
         step = tokens * (self._kept(work, context, work.layers_in_flight) + layer)
-        apart = a.backward_sums_bytes(work, tokens, work.context)
+        apart = backward_sums_bytes(work, work.local(work.response_tokens), work.context, work.responses)
         return step + max(self._head(work, tokens), apart) + self._sent(work, tokens)
 
     def _kept(self, work: Work, context: int, layers: int) -> int:
@@ -131,7 +132,7 @@ class MegatronFacts:
         vision = work.patches * (block + _gated_backward(work, v.ffn)) if v and work.vision_grad else 0
         layer = a.layer_bytes(work, context) + 2 * a.layer_input_bytes(work) + 2 * a.scores_bytes(work, context)
         layer += _gated_backward(work, work.spec.ffn // work.tp)
-        apart = a.backward_sums_bytes(work, tokens, context)
+        apart = backward_sums_bytes(work, tokens, context)
         again = self.prefix_saved_bytes(work) if work.dropped else 0
         return again + max(tokens * layer + apart + self._sent(work, tokens), vision)
 

@@ -2,20 +2,24 @@
 
 queries of n sequences   x  [ piece K, V, one copy ] ..   a part for each piece: no mask
                          x  [ own K, V of the sequence ]  the last part: causal
-merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp.
-Those are the kernels of a host; a GPU has others (cuda/attention.py).
+merged by their log-sum-exp; the backward calls the kernel for each part with the merged output and log-sum-exp,
+for some whole sequences at a time (attention_sums.py). Those are the kernels of a host; a GPU has others
+(cuda/attention.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rollplex.backends.attention_sums import runs
 from rollplex.backends.cuda import attention as gpu
+from rollplex.backends.in_runs import Gradients, in_runs
 
 Piece = tuple[Tensor, Tensor]
 """Keys and values [kv_heads, p, d] of one piece of a boundary in one layer."""
@@ -102,21 +106,35 @@ class _SharedPrefix(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         q, k, v, out, lse, *pieces = ctx.saved_tensors
-        kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-        dq, dk, dv = _flash_backward(
-            grad, q, expand(k, groups), expand(v, groups), out, lse, 0.0, True, scale=ctx.scale
-        )
-        dk, dv = (d.unflatten(1, (kv_heads, groups)).sum(2) for d in (dk, dv))
-        packed = [pack(t, kv_heads) for t in (grad, q, out)] if pieces else []
-        packed_lse = pack(lse[..., None], kv_heads)[..., 0] if pieces else lse
+        n, heads, s, _ = q.shape
+        # A host's kernel sums nothing apart: runs are those of a GPU of one SM, and few groups are too large for one.
+        own, seeing = ([(r, r) for r in runs([s] * n, heads, sms=1, as_one=one)] for one in (False, True))
+        of_themselves = partial(_of_themselves, (grad, q, k, v, out, lse), ctx.scale)
+        dq, dk, dv = in_runs(own, of_themselves, (q, k, v), ())
         found: list[Tensor] = []
-        for piece_k, piece_v in zip(pieces[::2], pieces[1::2], strict=True):
-            dq_a, dk_a, dv_a = _flash_backward(
-                packed[0], packed[1], piece_k[None], piece_v[None], packed[2], packed_lse, 0.0, False, scale=ctx.scale
-            )
-            dq = dq + unpack(dq_a, q)
-            found += [dk_a[0], dv_a[0]]
+        for piece in zip(pieces[::2], pieces[1::2], strict=True):
+            of_piece = partial(_of_piece, (grad, q, out, lse), piece, ctx.scale)
+            dq_a, *of_keys = in_runs(seeing, of_piece, (q,), piece)
+            dq, found = dq + dq_a, [*found, *of_keys]
         return dq, dk, dv, None, *found
+
+
+def _of_themselves(given: Sequence[Tensor], scale: float, _: slice, rows: slice) -> Gradients:
+    """Of queries, keys and values, by what some sequences see of themselves."""
+    grad, q, k, v, out, lse = (x[rows] for x in given)
+    kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    dq, dk, dv = _flash_backward(grad, q, expand(k, groups), expand(v, groups), out, lse, 0.0, True, scale=scale)
+    return dq, *(d.unflatten(1, (kv_heads, groups)).sum(2) for d in (dk, dv))
+
+
+def _of_piece(given: Sequence[Tensor], piece: Piece, scale: float, _: slice, rows: slice) -> Gradients:
+    """Of queries, and of a piece's keys and values, by what some sequences see of it."""
+    grad, q, out, lse = (x[rows] for x in given)
+    packed, packed_q, packed_out, packed_lse = (pack(x, len(piece[0])) for x in (grad, q, out, lse[..., None]))
+    dq, dk, dv = _flash_backward(
+        packed, packed_q, *(x[None] for x in piece), packed_out, packed_lse[..., 0], 0.0, False, scale=scale
+    )
+    return unpack(dq, q), dk[0], dv[0]
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
