@@ -196,15 +196,15 @@ def test_what_a_gpu_counts_steps_with_is_torchs_fused_adamw(monkeypatch: pytest.
 
     monkeypatch.setattr(torch, "full", here)
     counters = optimizer._counters(3, 6, torch.device("cuda", 0))
-    params, grads, firsts, seconds = ([torch.rand(5) + i for i in range(3)] for _ in range(4))
-    wanted = [[x.clone() for x in part] for part in (params, grads, firsts, seconds)]
-    for part, own in (((params, grads, firsts, seconds), counters), (wanted, [torch.tensor(6.0) for _ in range(3)])):
+    own = [[torch.rand(5) + i for i in range(3)] for _ in range(4)]
+    wanted = [[x.clone() for x in part] for part in own]
+    for (params, grads, firsts, seconds), done in ((own, counters), (wanted, [torch.tensor(6.0) for _ in range(3)])):
         optimizer.adam(
-            *part, [], own, foreach=False, fused=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-2,
-            weight_decay=0.1, eps=1e-8, maximize=False, decoupled_weight_decay=True,
+            params, grads, firsts, seconds, [], done, foreach=False, fused=True, amsgrad=False, beta1=0.9, beta2=0.95,
+            lr=1e-2, weight_decay=0.1, eps=1e-8, maximize=False, decoupled_weight_decay=True,
         )  # fmt: skip
     assert made == [(3,)]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(params, wanted[0], strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(own[0], wanted[0], strict=True))
 
 
 def test_done_is_called_after_each_stored_chunk() -> None:

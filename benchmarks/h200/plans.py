@@ -60,6 +60,7 @@ JOBS = {
     "job_x2": Set({SOAK: LONG}, data="text", weights=""),
 }
 CALIBRATION = "cluster.calibration="
+PATIENT = "run.step_timeout_s=180"  # a step or a start that hangs, told with where everyone is before a command is over
 PLACE = "@ROOT@"  # stands in a plan for the checkout that it runs in
 
 
@@ -89,6 +90,7 @@ def main() -> None:
     weights = job.weights if asked.weights is None else asked.weights
     given = (
         f"run.data={HERE / 'data' / (asked.data or job.data)}.jsonl",
+        PATIENT,
         *([f"run.weights={weights}"] * bool(weights)),
     )
     measured = any(key.startswith(CALIBRATION) for key in asked.overrides)
