@@ -34,6 +34,8 @@ from rollplex.ir.errors import PeerError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat, cuda_device, seat
 
+LATE = "look at the logs of the other ranks: one has ended, or is slower than run.silent_s allows"
+
 
 def groups_of(job: Job, kind: str, ranks: int) -> dict[str, list[list[int]]]:
     """The groups of a process kind by name: lists of its ranks, each rank in at most one of a name."""
@@ -77,7 +79,7 @@ class Groups:
         if ranks == 1:
             return cls()
         limit = timedelta(seconds=job.run.silent_s)
-        with _waiting(f"the {ranks} {kind} ranks"):
+        with waiting(f"the {ranks} {kind} ranks"):
             store, backends = store_in(meeting / kind, ranks), _backends(job, rank, ranks)
             dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=limit, **backends)
             # One of the same ranks, whatever its name: a communicator of NCCL takes memory.
@@ -104,19 +106,19 @@ class Groups:
     def all_reduce(self, name: str, values: torch.Tensor) -> None:
         """Sum over the group, in place; every rank gets the same bits."""
         if name in self._groups:
-            with _waiting(f"{name} group {self.members[name]}"):
+            with waiting(f"{name} group {self.members[name]}"):
                 dist.all_reduce(values, group=self._groups[name])
 
     def reduce(self, name: str, values: torch.Tensor, owner: int) -> None:
         """Sum over the group on its rank number `owner`, in place; what the others have afterwards is undefined."""
         if name in self._groups:
-            with _waiting(f"{name} group {self.members[name]}"):
+            with waiting(f"{name} group {self.members[name]}"):
                 dist.reduce(values, group=self._groups[name], group_dst=owner)
 
     def broadcast(self, name: str, values: torch.Tensor, owner: int) -> None:
         """The values of the group's rank number `owner` to all, in place."""
         if name in self._groups:
-            with _waiting(f"{name} group {self.members[name]}"):
+            with waiting(f"{name} group {self.members[name]}"):
                 dist.broadcast(values, group=self._groups[name], group_src=owner)
 
     def all_gather(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -124,7 +126,7 @@ class Groups:
         if name not in self._groups:
             return values
         parts = [torch.empty_like(values) for _ in self.members[name]]
-        with _waiting(f"{name} group {self.members[name]}"):
+        with waiting(f"{name} group {self.members[name]}"):
             dist.all_gather(parts, values.contiguous(), group=self._groups[name])
         return torch.cat(parts, dim=-1)
 
@@ -163,7 +165,7 @@ class Pair:
     def join(self, limit_s: float) -> None:
         """Meet the other side in the directory `meeting`; this and each copy give up after `limit_s`."""
         place = dist.FileStore(str(self.meeting / f"pair-{self.gpu}"), 2)  # pyright: ignore[reportPrivateImportUsage]
-        with _waiting(self._name):
+        with waiting(self._name):
             self._group = dist.ProcessGroupGloo(place, 0 if self.sends else 1, 2, timedelta(seconds=limit_s))
 
     def copy(self, values: torch.Tensor) -> None:
@@ -171,7 +173,7 @@ class Pair:
         assert self._group is not None, "a pair joins before it copies"
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        with _waiting(self._name):
+        with waiting(self._name):
             self._group.broadcast([values], options).wait()
 
     @property
@@ -189,10 +191,9 @@ def _backends(job: Job, rank: int, ranks: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _waiting(what: str) -> Iterator[None]:
-    """A lost or late rank is reported as a RuntimeError."""
+def waiting(what: str, hint: str = LATE) -> Iterator[None]:
+    """PeerError where a rank is lost or late, which torch reports as a RuntimeError."""
     try:
         yield
     except RuntimeError as err:
-        hint = "look at the logs of the other ranks: one has ended, or is slower than run.silent_s allows"
         raise PeerError(f"a collective failed: {str(err).splitlines()[0]}", where=what, hint=hint) from None
