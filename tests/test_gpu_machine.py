@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron_tiny import megatron_plan
-from two_gpus import two_gpu_job
+from two_gpus import gpu_job, two_gpu_job
 
+from rollplex.backends import collectives
 from rollplex.backends.collectives import own_gpus
 from rollplex.backends.cuda import machine, reach
 from rollplex.backends.cuda.machine import Card, cards, visible
@@ -68,6 +70,32 @@ def test_ranks_are_on_the_devices_that_the_job_names() -> None:
 
 def test_nccl_takes_ranks_that_have_a_gpu_each() -> None:
     assert [own_gpus(two_gpu_job(1, devices=devices), 2) for devices in ((), (1, 0), (0, 0))] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "gpus", "kind", "whole", "made"),
+    [
+        (2, 1, 2, "train", [True], []),
+        (2, 1, 4, "train", [False], [[0, 1], [2, 3], [0, 2], [1, 3]]),
+        (1, 1, 2, "train", [True], []),
+        (2, 2, 2, "rollout", [True], []),
+        (2, 2, 4, "rollout", [False], [[0, 1], [2, 3]]),
+        (2, 1, 4, "rollout", [], []),
+    ],
+    ids=str,
+)
+def test_nccl_connects_those_that_send_to_each_other(
+    train: int, rollout: int, gpus: int, kind: str, whole: list[bool], made: list[list[int]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All ranks at once only where they are a group: a communicator takes hundreds of MiB, which no plan counts."""
+    job, begun, groups = gpu_job(train, rollout, gpus), list[bool](), list[list[int]]()
+    monkeypatch.setattr(collectives.torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(collectives.Groups, "_begin", lambda self, gpu: None)
+    monkeypatch.setattr(collectives.dist, "init_process_group", lambda **options: begun.append("device_id" in options))
+    monkeypatch.setattr(collectives.dist, "new_group", lambda ranks, timeout: groups.append(ranks) or "group")
+    collectives.Groups.join(job, kind, 0, gpus, tmp_path)
+    assert (begun, groups) == (whole, made)
 
 
 def test_ranks_of_one_vllm_engine_do_not_share_a_gpu() -> None:

@@ -1,7 +1,7 @@
 """Groups of ranks that meet in collectives, all of them processes of one machine.
 
 tp   ranks of one copy of the model, or of one rollout engine          parts of every tensor
-dp   the same part in every copy                                       gradients are reduced, shares sent around
+dp   the same part in every copy that is trained                       gradients are reduced, shares sent around
 
 pair the training and the rollout process of one GPU                   new weights go into the rollout engine's own copy
 
@@ -12,7 +12,8 @@ tensors of a host                                gloo
 tensors of a GPU, each rank on a GPU of its own  NCCL: queued like a kernel, and the stream of the caller waits for it
 tensors of a GPU that two of the ranks share     gloo through host memory: NCCL refuses two ranks on one device
 
-A process whose kind has one rank joins nothing. Every wait ends when the last rank of the group has come, and gives up
+A process of whose kind no two ranks send to each other joins nothing, and NCCL has a communicator among all only where
+one of the groups is all: each takes memory. Every wait ends when the last rank of the group has come, and gives up
 after the job's run.silent_s: gloo with an error here, NCCL's watchdog by ending the process, with the collective in its
 log. A rank that dies ends gloo's waits at once; those of NCCL end with the run, which the controller who sees it ends.
 """
@@ -40,7 +41,9 @@ LATE = "look at the logs of the other ranks: one has ended, or is slower than ru
 def groups_of(job: Job, kind: str, ranks: int) -> dict[str, list[list[int]]]:
     """The groups of a process kind by name: lists of its ranks, each rank in at most one of a name."""
     seats = [seat(job, kind, rank) for rank in range(ranks)]
-    found = {"tp": _grouped(seats, lambda s: (s.copy,)), "dp": _grouped(seats, lambda s: (s.tp,))}
+    found = {"tp": _grouped(seats, lambda s: (s.copy,))}
+    if kind == "train":
+        found["dp"] = _grouped(seats, lambda s: (s.tp,))
     return {name: [group for group in groups if len(group) > 1] for name, groups in found.items()}
 
 
@@ -76,23 +79,27 @@ class Groups:
     @classmethod
     def join(cls, job: Job, kind: str, rank: int, ranks: int, meeting: Path) -> Groups:
         """Meet the other ranks of the kind in the directory `meeting`; all of them must call this."""
-        if ranks == 1:
+        named, every = groups_of(job, kind, ranks), tuple(range(ranks))
+        if not any(named.values()):
             return cls()
         limit = timedelta(seconds=job.run.silent_s)
         with waiting(f"the {ranks} {kind} ranks"):
             store, backends = store_in(meeting / kind, ranks), _backends(job, rank, ranks)
+            gpu = backends.get("device_id")
+            if [list(every)] not in named.values():
+                backends.pop("device_id", None)  # with it NCCL would connect all at once
             dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=limit, **backends)
             # One of the same ranks, whatever its name: a communicator of NCCL takes memory.
-            made: dict[tuple[int, ...], Any] = {tuple(range(ranks)): dist.group.WORLD}
+            made: dict[tuple[int, ...], Any] = {every: dist.group.WORLD}
             members, groups = {}, {}
-            for name, of_name in groups_of(job, kind, ranks).items():
+            for name, of_name in named.items():
                 for group in map(tuple, of_name):  # every rank makes every group, in the same order
                     if group not in made:
                         made[group] = dist.new_group(list(group), timeout=limit)
                     if rank in group:
                         members[name], groups[name] = group, made[group]
             found = cls(rank, members, groups)
-            found._begin(backends.get("device_id"))
+            found._begin(gpu)
         return found
 
     def size(self, name: str) -> int:
