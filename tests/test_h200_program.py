@@ -250,6 +250,8 @@ def test_a_run_that_hangs_says_where_everyone_waited(tmp_path: Path) -> None:
         told = [line for line in lines if line.startswith(f"{process}: step `")]
         assert len(told) == 1
         assert re.search(r", window P\d .*, step 1 of the run, for \d+\.\d s$", told[0])
+    for rank in ("train", "rollout"):  # the controller, which calls the reward, says its own
+        assert any(re.match(rf"{rank}-0\.log: .* < run_iteration executor\.py:\d+ < ", line) for line in lines)
     assert lines[-1] == f"    try: look at {tmp_path / 'out.log'}"
 
 
