@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ import pytest
 from h200_runs import HOSTS, Counted, two_gpu_plan, write_plans
 from runtime_tiny import tiny_plan
 
-from benchmarks.h200 import parts, table
+from benchmarks.h200 import parts, running, table
+from benchmarks.h200.exchange import ended
 from benchmarks.h200.parts import Part
-from benchmarks.h200.plans import HERE
-from benchmarks.h200.running import Whereabouts, called, devices, run, watchdogs
+from benchmarks.h200.plans import HERE, ROOT
+from benchmarks.h200.running import Whereabouts, called, devices, run, stacks, watchdogs
 from benchmarks.h200.state import Done, State
 from rollplex.ir.errors import RunError
 from rollplex.ir.steps import Barrier
@@ -138,6 +142,34 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     assert ran == ["a", "b"]
 
 
+def test_a_part_that_breaks_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nobody thought of is told by its kind; the page is written where no folder was."""
+
+    def odd() -> None:
+        raise KeyError("prefix_s")
+
+    ran = faked(monkeypatch, a=odd, b=published)
+    page = tmp_path / "new" / "folder" / "page.md"
+    assert on_host(tmp_path, tmp_path, "--out", str(page)) == table.WRONG
+    assert ran == ["a", "b"]
+    assert "\na FAILED: KeyError: 'prefix_s'\n" in page.read_text()
+
+
+def test_a_page_of_what_is_measured_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state was carried to a machine without one: nothing is left to measure there, or it is said what lacks."""
+
+    def gone() -> str:
+        raise RunError("nvidia-smi does not answer", where="GPU")
+
+    faked(monkeypatch, a=published)
+    assert on_host(tmp_path, tmp_path) == 0
+    text = page_of(tmp_path)
+    assert table.work(asked(tmp_path, tmp_path), Counted, gone) == 0
+    assert page_of(tmp_path) == text
+    with pytest.raises(RunError, match="GPU: nvidia-smi does not answer"):
+        table.work(asked(tmp_path, tmp_path, "--again", "a"), Counted, gone)
+
+
 def test_a_part_that_was_cut_off_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command ends in the middle of a part: what was before it stays."""
 
@@ -174,7 +206,8 @@ def test_calibration_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     calls: list[list[str]] = []
     one = (HERE / "h200_3b.json").read_text(encoding="utf-8")
 
-    def called(command: list[str], log: Path) -> None:
+    def called(command: list[str], log: Path, limit_s: float) -> None:
+        assert limit_s == 3 * (130 + 100)
         calls.append(command)
         Path(command[command.index("--out") + 1]).write_text(one)
 
@@ -217,6 +250,8 @@ def test_a_run_that_hangs_says_where_everyone_waited(tmp_path: Path) -> None:
         told = [line for line in lines if line.startswith(f"{process}: step `")]
         assert len(told) == 1
         assert re.search(r", window P\d .*, step 1 of the run, for \d+\.\d s$", told[0])
+    for rank in ("train", "rollout"):  # the controller, which calls the reward, says its own
+        assert any(re.match(rf"{rank}-0\.log: .* < run_iteration executor\.py:\d+ < ", line) for line in lines)
     assert lines[-1] == f"    try: look at {tmp_path / 'out.log'}"
 
 
@@ -250,10 +285,77 @@ def test_a_program_that_fails_is_told_by_its_end(tmp_path: Path, monkeypatch: py
         assert str(caught.value) == f"python -m {name}: {what}\n    try: look at {tmp_path / name}.log"
 
 
+def test_a_program_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is interrupted and says its last words; one that does not hear is killed; both with what they have started."""
+    (tmp_path / "slow.py").write_text(
+        "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit('my last words')\n"
+    )
+    (tmp_path / "deaf.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(running, "ENDING_S", 1.0)
+    for name, said in (("slow", "my last words"), ("deaf", "it says nothing")):
+        began = time.monotonic()
+        with pytest.raises(RunError) as caught:
+            called([name], tmp_path / f"{name}.log", 1.5)
+        told = f"python -m {name}: it has not ended for 1.5 s\n{said}\n    try: look at {tmp_path / name}.log"
+        assert str(caught.value) == told
+        assert time.monotonic() - began < 20
+
+
+def test_a_rank_that_fails_ends_the_exchange_at_once() -> None:
+    """The other one would wait in a collective; both that go on are given up, and those that succeed are fine."""
+
+    def ranks(*programs: str) -> list[subprocess.Popen[str]]:
+        return [subprocess.Popen([sys.executable, "-c", program], text=True) for program in programs]
+
+    waits, began = "import time; time.sleep(60)", time.monotonic()
+    for programs, limit_s, told in (
+        ((waits, "raise SystemExit(3)"), 60.0, r"a rank has failed: \[None, 3\]"),
+        ((waits, "pass"), 1.0, r"a rank has not ended for 1 s: \[None, 0\]"),
+    ):
+        started = ranks(*programs)
+        with pytest.raises(SystemExit, match=told):
+            ended(started, limit_s)
+        for process in started:
+            process.kill()
+            process.wait()
+    ended(ranks("pass", "pass"))
+    assert time.monotonic() - began < 30
+
+
+def test_programs_find_this_checkout_wherever_they_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that came by copy is installed nowhere, and engines are started with no look at the directory."""
+    (tmp_path / "seen.py").write_text("import os, sys\nsys.exit(os.environ['PYTHONPATH'])\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(RunError) as caught:
+        called(["seen"], tmp_path / "seen.log")
+    assert str(caught.value).startswith(f"python -m seen: {ROOT}\n")
+
+
 def test_a_watchdog_names_the_collective(tmp_path: Path) -> None:
-    (tmp_path / "train-0.log").write_text("..\n[Rank 0] timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE) ran for 60 s\n")
+    work = "WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=1, Timeout(ms)=60000)"
+    (tmp_path / "train-0.log").write_text(f"..\n[Rank 0] Watchdog caught a timeout: {work} ran for 60012 ms (why)\n")
     (tmp_path / "rollout-0.log").write_text("fine\n")
-    assert list(watchdogs(tmp_path)) == ["train-0.log: WorkNCCL(SeqNum=9, OpType=ALLREDUCE)"]
+    assert list(watchdogs(tmp_path)) == [f"train-0.log: {work}"]
+
+
+def test_the_stacks_of_a_rank_are_told_from_the_innermost_call(tmp_path: Path) -> None:
+    """Two dumps of a real process that waits in its first thread and has another: the last one's first thread."""
+    program = (
+        "import faulthandler, sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
+        "def inner():\n    faulthandler.dump_traceback()\n"
+        "def outer():\n    inner()\n"
+        "faulthandler.dump_traceback()\nouter()\n"
+    )
+    (tmp_path / "rank.py").write_text(program)
+    with (tmp_path / "train-1.log").open("w") as log:
+        subprocess.run([sys.executable, str(tmp_path / "rank.py")], stderr=log, check=True, timeout=60)
+    (tmp_path / "train-0.log").write_text("nothing of the kind\n")
+    assert list(stacks(tmp_path)) == ["train-1.log: inner rank.py:4 < outer rank.py:6 < <module> rank.py:8"]
 
 
 def test_the_plan_says_which_devices_are_watched() -> None:

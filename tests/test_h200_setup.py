@@ -70,6 +70,16 @@ def test_a_plan_that_fits_no_gpu_is_not_written(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
+def test_only_the_plans_that_are_named_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured of the others stays theirs; a number that is none is refused."""
+    monkeypatch.setattr(sys, "argv", ["plans", str(tmp_path), "--job", "job_3b", "--only", "3", "--only", "7"])
+    with pytest.raises(RunError, match=r"--only: there is no plan 7\n    try: one of 0, 1, 2, 3, 4, 5"):
+        plans.main()
+    monkeypatch.setattr(sys, "argv", ["plans", str(tmp_path), "--job", "job_3b", "--only", "3"])
+    plans.main()  # not without a calibration
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- without a GPU
 
 

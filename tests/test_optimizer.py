@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex.ir.errors import RunError
+from rollplex.runtime import optimizer
 from rollplex.runtime.optimizer import (
     NORM_BLOCK,
     AdamConfig,
@@ -165,6 +166,45 @@ def test_a_chunk_touches_nothing_outside_itself() -> None:
     assert (state.master[~outside] != before[0][~outside]).all()
     assert torch.cat([snapshot["p0"][:30], snapshot["p1"][10:]]).abs().sum() == 0
     assert torch.equal(torch.cat([snapshot["p0"][30:], snapshot["p1"][:10]]), state.master[30:50])
+
+
+def test_a_chunk_is_two_calls_of_torchs_adam_however_often_decay_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six layers with a norm each: all that decays in one call, all norms in another, each tensor with its counter."""
+    calls: list[tuple[float, list[int], list[float]]] = []
+
+    def counted(params: list[torch.Tensor], *lists: list[torch.Tensor], **options: object) -> None:
+        decay = options["weight_decay"]
+        assert isinstance(decay, float)
+        calls.append((decay, [p.numel() for p in params], [float(done) for done in lists[-1]]))
+
+    monkeypatch.setattr(optimizer, "adam", counted)
+    sizes = [(f"{i}.{part}", numel) for i in range(6) for part, numel in (("mlp", 10), ("norm", 3))]
+    slabs = flat_layout(sizes, decay=lambda name: "norm" not in name)
+    ChunkedAdam(CONFIG, slabs, fresh_state(78, torch.float32), {}).step([(5, 50)], 4)
+    assert calls == [(0.1, [5, 10, 10, 10], [3.0] * 4), (0.0, [3, 3, 3, 1], [3.0] * 4)]
+
+
+def test_what_a_gpu_counts_steps_with_is_torchs_fused_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters are filled where they are read, views of one tensor; torch's fused kernel, on a host, to the bit."""
+    made: list[torch.Size] = []
+    full = torch.full
+
+    def here(size: tuple[int, ...], value: float, device: torch.device) -> torch.Tensor:
+        made.append(torch.Size(size))
+        assert device.type == "cuda"
+        return full(size, value)
+
+    monkeypatch.setattr(torch, "full", here)
+    counters = optimizer._counters(3, 6, torch.device("cuda", 0))
+    own = [[torch.rand(5) + i for i in range(3)] for _ in range(4)]
+    wanted = [[x.clone() for x in part] for part in own]
+    for (params, grads, firsts, seconds), done in ((own, counters), (wanted, [torch.tensor(6.0) for _ in range(3)])):
+        optimizer.adam(
+            params, grads, firsts, seconds, [], done, foreach=False, fused=True, amsgrad=False, beta1=0.9, beta2=0.95,
+            lr=1e-2, weight_decay=0.1, eps=1e-8, maximize=False, decoupled_weight_decay=True,
+        )  # fmt: skip
+    assert made == [(3,)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(own[0], wanted[0], strict=True))
 
 
 def test_done_is_called_after_each_stored_chunk() -> None:

@@ -7,6 +7,7 @@ gpu 1   train 1   prompts 2, 3    rollout 1   prompts 2, 3      gradients summed
 from __future__ import annotations
 
 import os
+import re
 import signal
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from processes import children
 from runtime_tiny import luck, tiny_plan
 
+from benchmarks.h200.running import stacks
 from rollplex.backends.collectives import groups_of
 from rollplex.backends.data.rollout import Rollout
 from rollplex.backends.engine import EngineReport
@@ -23,6 +25,7 @@ from rollplex.ir.errors import EngineError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import peers, rollout_seat, training_seat
 from rollplex.ir.plan import Plan
+from rollplex.ir.steps import describe
 from rollplex.runtime.events import RunEvent, Started, StepEntered
 from rollplex.runtime.gathering import agreed_digests, gathered, merged_metrics
 from rollplex.runtime.protocol import ProcessId
@@ -85,6 +88,28 @@ def test_a_rank_that_is_killed_ends_the_run_and_leaves_nothing(victim: ProcessId
 
     with pytest.raises(EngineError, match=f"{victim} .* was killed by SIGKILL"):
         run_plan(plan_of(2), hosts={"reward": luck}, out_dir=tmp_path / "run", progress=kill)
+    assert children() == []
+
+
+def test_where_ranks_wait_for_one_that_never_comes_is_in_their_logs(tmp_path: Path) -> None:
+    """Rank 1 is stopped while it trains: rank 0 sums gradients in gloo, rollout ranks are at a barrier, all say so."""
+    late = ProcessId("train", 1)
+    pids: dict[ProcessId, int] = {}
+
+    def stop(event: RunEvent) -> None:
+        if isinstance(event, Started):
+            pids.update(event.pids)
+        if isinstance(event, StepEntered) and event.process == late and describe(event.step).startswith("run train"):
+            os.kill(pids[late], signal.SIGSTOP)
+
+    plan = plan_of(2)
+    plan = plan.model_copy(update={"job": {**plan.job, "run": {**plan.job["run"], "step_timeout_s": 6.0}}})
+    with pytest.raises(EngineError, match=r"train [01] \(pid \d+\) has been at it for 6 s in step `"):
+        run_plan(plan, hosts={"reward": luck}, out_dir=tmp_path / "run", progress=stop)
+    found = dict(line.split(": ", 1) for line in stacks(tmp_path / "run" / "logs"))
+    assert sorted(found) == ["rollout-0.log", "rollout-1.log", "train-0.log"]  # what is stopped writes nothing
+    assert re.search(r"all_reduce distributed_c10d\.py:\d+ < .*all_reduce collectives\.py:\d+ < ", found["train-0.log"])
+    assert all(re.search(r" link\.py:\d+ < ", found[f"rollout-{rank}.log"]) for rank in range(2))
     assert children() == []
 
 

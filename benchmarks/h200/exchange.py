@@ -20,7 +20,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,9 +39,10 @@ from rollplex.backends.shard import Shard, shard_of
 from rollplex.ir.job import Job
 from rollplex.ir.placement import cuda_device
 from rollplex.ir.plan import Plan, parse_plan
+from rollplex.runtime.process import die_with
 
 RANKS, WARM, TIMES = 2, 3, 20
-LIMIT_S = 300
+LIMIT_S = 200.0
 
 
 def main() -> None:
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank is not None:
+        die_with(os.getppid())
         print(json.dumps(Rank(asked.plan, asked.rank, asked.meeting).measured()), flush=True)
         return
     found = both(asked.plan)
@@ -69,13 +72,22 @@ def both(plan: Path) -> list[dict[str, Any]]:
             subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, text=True) for rank in range(RANKS)
         ]
         try:
-            said = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+            ended(started)
         finally:
             for process in started:
                 process.kill()
-        if any(process.returncode for process in started):
-            raise SystemExit(f"a rank has failed: {[process.returncode for process in started]}")
-        return [json.loads(text.splitlines()[-1]) for text in said]
+        return [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
+
+
+def ended(ranks: Sequence[subprocess.Popen[str]], limit_s: float = LIMIT_S) -> None:
+    """Wait for both, or until one has failed, for which the other would wait in a collective; SystemExit then."""
+    deadline = time.monotonic() + limit_s
+    while None in (codes := [process.poll() for process in ranks]) and not any(codes):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"a rank has not ended for {limit_s:g} s: {codes}")
+        time.sleep(0.1)
+    if any(codes):
+        raise SystemExit(f"a rank has failed: {codes}")
 
 
 def page(found: list[dict[str, Any]]) -> list[str]:

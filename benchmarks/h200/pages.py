@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 from benchmarks.h200 import exchange
@@ -22,17 +23,21 @@ BEFORE = {"NCCL": 303, "direct": 390}
 DASHES = ("-",) * 4
 
 
-def page(found: Found, heading: str, gap: float, named: str, beside: Calibration) -> str:
-    """All that is there, under what it was measured with; `named` is the plan whose windows are told one by one."""
-    lines = [heading, "", f"{GOALS} Bound of the gap here: {gap:g} nats."]
+def page(found: Found, heading: str, gap: float, named: str, beside: Calibration, most: float = inf) -> str:
+    """All that is there, under what it was measured with; `named` is the plan whose windows are told one by one.
+
+    `gap` bounds the logprob gap in nats, `most` the seconds of the fastest schedule's step.
+    """
+    step = f"; of a step {most:g} s" if most < inf else ""
+    lines = [heading, "", f"{GOALS} Bound of the gap here: {gap:g} nats{step}."]
     for part in (_runs(found.runs, named), _exchange(found.exchanged), list(_beside(found)), _soak(found.soak)):
         lines += ["", *part] if part else []
     if found.calibration:
         lines += ["", *surface(found.calibration, beside)]
     if found.missing:
         lines += ["", f"Not run yet: {'; '.join(found.missing)}."]
-    wrong = list(problems(found, gap))
-    return "\n".join([*lines, "", *wrong, *([""] if wrong else []), summary(found, gap)]) + "\n"
+    wrong = list(problems(found, gap, most))
+    return "\n".join([*lines, "", *wrong, *([""] if wrong else []), summary(found, gap, most)]) + "\n"
 
 
 def _runs(runs: list[Ran], named: str) -> list[str]:

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from rollplex.ir.plan import Plan
 MILLIONS = 512  # parameters of the optimizer's stream, whose state is pinned within seconds
 ESTIMATES = {"plan": 110.0, "soak": 330.0, "exchange": 90.0, "publication": 60.0, "optimizer stream": 60.0}
 """Seconds that a part of a kind may take before one has been measured: a plan of a few steps starts and ends in 60."""
+PATIENCE = 3.0
+"""Times the estimate: what has not ended by then hangs, and leaves the rest of a command to the other parts."""
 CALIBRATE = "calibrate"
 STARTS_S = 100.0  # of `rollplex calibrate`, beside what it is given
 
@@ -74,10 +77,7 @@ def parts_of(ready: Sequence[Ready], runs: Path, watch: Watch, calibrating: Cali
         yield _calibrate(calibrating, runs)
     for each in ready:
         kind = "soak" if each.name == SOAK else "plan"
-        out = runs / each.name.partition(" ")[0]
-        yield Part(
-            each.name, kind, each.digest, ESTIMATES[kind], lambda e=each, o=out: run(e.name, e.file, o, watch).data()
-        )
+        yield Part(each.name, kind, each.digest, ESTIMATES[kind], partial(_ran, each, kind, runs, watch))
     plans = [each for each in ready if each.name != SOAK]
     shared = next((each for each in plans if (each.job.train_tp, each.job.q) == (2, 2)), None)
     if shared:
@@ -86,6 +86,12 @@ def parts_of(ready: Sequence[Ready], runs: Path, watch: Watch, calibrating: Cali
         yield _figures("publication", "publication_gpu", runs, plans[0].digest, str(plans[0].file), *_gpu(plans[0]))
     if plans:
         yield _figures("optimizer stream", "optimizer_gpu", runs, str(MILLIONS), str(MILLIONS), *_gpu(plans[0]))
+
+
+def _ran(ready: Ready, kind: str, runs: Path, watch: Watch) -> dict[str, Any]:
+    """What one run of a plan has left."""
+    out = runs / ready.name.partition(" ")[0]
+    return run(ready.name, ready.file, out, watch, PATIENCE * ESTIMATES[kind]).data()
 
 
 def _gpu(ready: Ready) -> tuple[str, str]:
@@ -97,23 +103,26 @@ def _figures(name: str, module: str, runs: Path, digest: str, *arguments: str) -
 
     def measure() -> Any:
         into = runs / f"{name}.json"
-        called([f"benchmarks.{module}", *arguments, "--json", str(into)], into.with_suffix(".log"))
+        command = [f"benchmarks.{module}", *arguments, "--json", str(into)]
+        called(command, into.with_suffix(".log"), PATIENCE * ESTIMATES[name])
         return json.loads(into.read_text(encoding="utf-8"))
 
     return Part(name, name, digest, ESTIMATES[name], measure)
 
 
 def _calibrate(asked: Calibrating, runs: Path) -> Part:
+    estimate_s = asked.seconds + STARTS_S
+
     def measure() -> Any:
         into = runs / "calibration.json"
         command = ["rollplex.cli", "calibrate", str(asked.job), "--out", str(into), "--seconds", f"{asked.seconds:g}"]
-        called(command, into.with_suffix(".log"))
+        called(command, into.with_suffix(".log"), PATIENCE * estimate_s)
         return json.loads(into.read_text(encoding="utf-8"))
 
     if not asked.job.is_file():
         raise RunError("there is no such job", where=f"--calibrate {asked.job}", hint=str(HERE / "job_3b_x2.yaml"))
     digest = hashlib.sha256(f"{asked.job.read_text(encoding='utf-8')} {asked.seconds:g}".encode()).hexdigest()[:16]
-    return Part(CALIBRATE, CALIBRATE, digest, asked.seconds + STARTS_S, measure)
+    return Part(CALIBRATE, CALIBRATE, digest, estimate_s, measure)
 
 
 def gathered(state: State, parts: Sequence[Part], ready: Sequence[Ready]) -> Found:

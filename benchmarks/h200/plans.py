@@ -7,12 +7,14 @@ python -m benchmarks.h200.plans DIR --job job_x2                                
 The actor's prefix runs with its group (`prefix_saved: group` of the jobs) and only the reference's runs beside decode,
 but in the streamed schedule and where a name says so. A share is solved where the keys name a calibration. On two GPUs
 rollout at TP 1 and, matched, at TP 2, for which a calibration of TP 1 is none. The soak is matched: both engines sum
-over both GPUs at the same time.
+over both GPUs at the same time. What is measured of a plan is kept while its file is: where a calibration comes later,
+--only 3 --only 5 writes the plans that it solves.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +62,7 @@ JOBS = {
     "job_x2": Set({SOAK: LONG}, data="text", weights=""),
 }
 CALIBRATION = "cluster.calibration="
+PATIENT = "run.step_timeout_s=180"  # a step or a start that hangs, told with where everyone is before a command is over
 PLACE = "@ROOT@"  # stands in a plan for the checkout that it runs in
 
 
@@ -73,6 +76,14 @@ def arrived(text: str) -> str:
     return text.replace(f"{PLACE}/", f"{ROOT}/")
 
 
+def chosen(every: Keys, only: Sequence[str]) -> Keys:
+    """The plans of these numbers, all where there are none; RunError for a number that no plan has."""
+    numbers = {name.partition(" ")[0]: name for name in every}
+    if unknown := sorted({*only} - numbers.keys()):
+        raise RunError(f"there is no plan {', '.join(unknown)}", where="--only", hint=f"one of {', '.join(numbers)}")
+    return {name: every[name] for number, name in numbers.items() if not only or number in only}
+
+
 def main() -> None:
     """One file a plan, named in the order in which they are to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,6 +91,8 @@ def main() -> None:
     parser.add_argument("--job", choices=JOBS, default="job_3b")
     parser.add_argument("--data", help="a data set of make.py (default: the job's)")
     parser.add_argument("--weights", help="a directory of weights (default: the job's)")
+    only = "the plan of this number; others stay as they are"
+    parser.add_argument("--only", action="append", default=[], metavar="N", help=only)
     parser.add_argument("overrides", nargs="*")
     asked = parser.parse_intermixed_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -89,10 +102,11 @@ def main() -> None:
     weights = job.weights if asked.weights is None else asked.weights
     given = (
         f"run.data={HERE / 'data' / (asked.data or job.data)}.jsonl",
+        PATIENT,
         *([f"run.weights={weights}"] * bool(weights)),
     )
     measured = any(key.startswith(CALIBRATION) for key in asked.overrides)
-    for name, keys in job.plans.items():
+    for name, keys in chosen(job.plans, asked.only).items():
         if "sharing.kind=solved" in keys and not measured:
             print(f"{name}: not without {CALIBRATION}FILE")
             continue

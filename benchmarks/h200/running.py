@@ -6,6 +6,7 @@ python -m benchmarks.h200.running PLAN.json --out DIR       the run alone
     train 0: step `run prefix actor mb 2`, window P1 prefix-actor, step 58 of the run, for 63.0 s
     rollout 1: step `run generate %rollout mb 0`, window P1 decode, step 58 of the run, for 63.1 s
     train-0.log: WorkNCCL(SeqNum=911, OpType=ALLREDUCE, ..)                                what NCCL's watchdog says
+    train-1.log: send shard.py:115 < _write trainer.py:227 < exchange trainer.py:214 ..    where its Python was
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.h200.plans import ROOT
 from benchmarks.h200.ran import Gpu, Ran
 from rollplex.hosts import find
 from rollplex.ir.errors import RollplexError, RunError
@@ -38,8 +41,11 @@ from rollplex.runtime.run import run_plan
 KEPT = ("steps", "metrics", "memory", "memory_as_planned", "stages", "ended")
 """Of report.json; what is told object by object stays there."""
 SAMPLE_NS = 10**9  # before the first step, in which the driver must have been asked
-TOLD_LINES = 40  # of what a part has written last
-WORK = re.compile(r"WorkNCCL\([^)]*\)")
+TOLD_LINES, TOLD_FRAMES = 40, 8  # of what a part has written last, of a stack from its innermost call on
+ENDING_S = 15.0  # for a program that was interrupted
+WORK = re.compile(r"WorkNCCL\((?:[^()]|\([^()]*\))*\)")
+STACK = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n((?:  File [^\n]*\n)+)", re.MULTILINE)
+FRAME = re.compile(r'  File "([^"]*)", line (\d+) in ([^\n]*)')
 Slice = tuple[str, int, int]
 
 
@@ -89,6 +95,14 @@ def watchdogs(logs: Path) -> Iterator[str]:
             yield f"{log.name}: {found[-1]}"
 
 
+def stacks(logs: Path) -> Iterator[str]:
+    """Where the Python of each rank was that wrote its stacks: of its first thread, which runs the plan's steps."""
+    for log in sorted(logs.glob("*.log")):
+        if found := STACK.findall(log.read_text(encoding="utf-8", errors="replace")):
+            frames = FRAME.findall(found[-1])[:TOLD_FRAMES]  # the first thread is written last
+            yield f"{log.name}: {' < '.join(f'{name} {Path(file).name}:{line}' for file, line, name in frames)}"
+
+
 def devices(plan: Plan) -> dict[int, list[int]]:
     """The training ranks of each CUDA device that the plan is on."""
     job, found = Job.model_validate(plan.job), dict[int, list[int]]()
@@ -97,13 +111,34 @@ def devices(plan: Plan) -> dict[int, list[int]]:
     return found
 
 
-def called(command: Sequence[str], log: Path) -> None:
-    """A program, what it says in a file; RunError with the end of that when it fails."""
+def called(command: Sequence[str], log: Path, limit_s: float | None = None) -> None:
+    """A program of this checkout, what it says in a file; RunError with the end of that when it fails or is too slow.
+
+    What takes longer than `limit_s` is interrupted, as its user would do it: so it ends what it has started.
+    """
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}  # engines are started away from this directory
     with log.open("w", encoding="utf-8") as out:
-        code = subprocess.run([sys.executable, "-m", *command], stdout=out, stderr=out, check=False).returncode
-    if code:
-        told = "\n".join(_end(log)) or f"it says nothing, and exits with status {code}"
-        raise RunError(told, where=f"python -m {command[0]}", hint=f"look at {log}")
+        program = subprocess.Popen([sys.executable, "-m", *command], env=env, stdout=out, stderr=out)
+        try:
+            code, late = program.wait(limit_s), ""
+        except subprocess.TimeoutExpired:
+            code, late = 0, f"it has not ended for {limit_s:g} s\n"
+        finally:
+            _interrupted(program)
+    if code or late:
+        told = "\n".join(_end(log)) or ("it says nothing" if late else f"it says nothing, and exits with status {code}")
+        raise RunError(late + told, where=f"python -m {command[0]}", hint=f"look at {log}")
+
+
+def _interrupted(program: subprocess.Popen[bytes]) -> None:
+    """Ended, whatever it takes: a run ends after its step when it is interrupted, at once when it is again."""
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        if program.poll() is not None:
+            return
+        program.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            program.wait(ENDING_S)
 
 
 def _end(log: Path) -> list[str]:
@@ -114,13 +149,14 @@ def _end(log: Path) -> list[str]:
     return lines[-TOLD_LINES:]
 
 
-def run(name: str, file: Path, out: Path, watch: Watch) -> Ran:
+def run(name: str, file: Path, out: Path, watch: Watch, limit_s: float | None = None) -> Ran:
     """The plan in this file, to its last step; RunError where it ends before, with where each rank was."""
     plan, began = read_plan(file), time.monotonic()
     shutil.rmtree(out, ignore_errors=True)  # of a try that was cut off
     with ExitStack() as stack:
         seen = {device: stack.enter_context(watch(device)) for device in devices(plan)}
-        called(["benchmarks.h200.running", str(file), "--out", str(out)], out.with_suffix(".log"))
+        called(["benchmarks.h200.running", str(file), "--out", str(out)], out.with_suffix(".log"), limit_s)
+    shutil.rmtree(out / "final", ignore_errors=True)  # weights, which nobody reads, in memory of this machine
     return read(name, plan, out, seen, time.monotonic() - began)
 
 
@@ -190,7 +226,8 @@ def main() -> None:
         plan = read_plan(asked.plan)
         run_plan(plan, hosts=find(plan, {}), out_dir=asked.out, progress=heard)
     except RollplexError as err:
-        raise SystemExit("\n".join(["\n" + str(err), *heard.lines(), *watchdogs(asked.out / "logs")])) from None
+        logs = asked.out / "logs"
+        raise SystemExit("\n".join(["\n" + str(err), *heard.lines(), *watchdogs(logs), *stacks(logs)])) from None
 
 
 if __name__ == "__main__":

@@ -38,14 +38,12 @@ class Ready:
 
 
 def prepare(folder: Path, into: Path) -> list[Ready]:
-    """The folder's plans, in order, with all that they read; RunError where something is missing that is not ours."""
+    """The folder's plans, in order; RunError where it has none."""
     if not folder.is_dir() or not any(folder.glob("*.json")):
         hint = "python -m benchmarks.h200.plans DIR"
         raise RunError("there is no plan in this directory", where=folder, hint=hint)
     into.mkdir(parents=True, exist_ok=True)
-    ready = [_arrive(file, into) for file in sorted(folder.glob("*.json"))]
-    fill(each.job for each in ready)
-    return ready
+    return [_arrive(file, into) for file in sorted(folder.glob("*.json"))]
 
 
 def _arrive(file: Path, into: Path) -> Ready:
@@ -55,11 +53,15 @@ def _arrive(file: Path, into: Path) -> Ready:
 
 
 def fill(jobs: Iterable[Job]) -> None:
-    """Make what is not there, each thing once."""
+    """Make what is not there, each thing once; RunError where something is missing that is not ours.
+
+    All models, which take no time: a job that is calibrated reads one, and is no plan.
+    """
+    for size in make.SIZES:
+        if not (HERE / size / "config.json").exists():
+            make.model(size)
     for job in jobs:
         model, data = Path(job.model.name), Path(job.run.data or "")
-        if model.parent == HERE and not model.exists():
-            make.model(model.name)
         if not data.is_file():
             if data.parent != HERE / "data":
                 raise RunError("there is no such data set", where=data, hint="compile with --data, a name of make.py")
@@ -74,7 +76,9 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("/dev/shm/runs/plans"))
     asked = parser.parse_args()
     try:
-        for each in prepare(asked.folder, asked.into):
+        ready = prepare(asked.folder, asked.into)
+        fill(each.job for each in ready)
+        for each in ready:
             print(f"{each.name}: {each.file}")
     except RollplexError as err:
         raise SystemExit(str(err)) from None

@@ -1,12 +1,14 @@
 """Schedules, sharing, memory and new weights on one H200 or several, part by part: what the page of results says.
 
 python -m benchmarks.h200.table PLANS --out benchmarks/results/two_h200.md     the plans of plans.py, in their order
-    [--calibrate JOB --seconds 200] [--limit 560] [--gap 0.05] [--windows NAME] [--again PART] [--runs /dev/shm/runs]
+    [--calibrate JOB --seconds 200] [--limit 560] [--gap 0.05] [--most 5.5] [--windows NAME] [--again PART]
+    [--runs /dev/shm/runs]
 
 What plans read is made where it is missing (setup.py). Page and state are written after each part; called again with
 the same --runs, it goes on with the parts that are missing, and with those of plans that are new. --limit begins no
 part that may take longer than what is left, by what one of its kind took before or by an estimate (parts.py). The
-state is RUNS/state.json, the calibration RUNS/calibration.json: they may be carried away and back.
+state is RUNS/state.json, the calibration RUNS/calibration.json: they may be carried away and back. Where nothing is
+left to measure the page is made without a GPU.
 
     serial 5.7 s (1.00x); ..; second copy 0 bytes; 200 steps, no hang; all holds       the last line
 
@@ -16,9 +18,11 @@ Exit status 1 where something does not hold or a part has failed, 3 where parts 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +31,7 @@ from benchmarks.h200.pages import page
 from benchmarks.h200.parts import Calibrating, Part, gathered, parts_of
 from benchmarks.h200.plans import HERE
 from benchmarks.h200.running import Watch
-from benchmarks.h200.setup import prepare
+from benchmarks.h200.setup import fill, prepare
 from benchmarks.h200.state import Done, State
 from benchmarks.h200.verdict import GAP, problems
 from benchmarks.page import measured_with
@@ -55,12 +59,15 @@ def machine() -> str:
 
 
 def measure(part: Part) -> Done:
-    """One part; one that fails says why."""
+    """One part; one that fails says why, in whatever way: the machine is lent for the others too."""
     began, failed, found = time.monotonic(), "", None
     try:
         found = part.measure()
     except (RollplexError, OSError) as err:
         failed = str(err)
+    except Exception as err:
+        traceback.print_exc()
+        failed = f"{type(err).__name__}: {err}"
     seconds = time.monotonic() - began
     say(f"{part.name}: {'FAILED' if failed else 'done'} in {seconds:.0f} s")
     return Done(part.kind, part.digest, seconds, failed, found)
@@ -71,8 +78,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("folder", type=Path)
     made.add_argument("--runs", type=Path, default=Path("/dev/shm/runs"))
     made.add_argument("--out", type=Path)
-    made.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS")
-    made.add_argument("--gap", type=float, default=GAP, help="bound of the logprob gap in nats")
+    made.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
+    made.add_argument("--gap", type=float, default=GAP, help="bound of the logprob gap, nats")
+    made.add_argument("--most", type=float, default=math.inf, metavar="SECONDS", help="bound of the fastest step")
     made.add_argument("--windows", default=PLAN, metavar="NAME", help="the plan whose windows are told one by one")
     made.add_argument("--again", action="append", default=[], metavar="PART", help="measure this part once more")
     made.add_argument("--calibrate", type=Path, metavar="JOB")
@@ -83,22 +91,25 @@ def parser() -> argparse.ArgumentParser:
 
 def work(asked: argparse.Namespace, watch: Watch, heading: Callable[[], str]) -> int:
     """Measure what is missing, as far as there is time; the exit status. RollplexError for wrong input."""
-    began = time.monotonic()
-    file, told = asked.runs / "state.json", heading()
-    asked.runs.mkdir(parents=True, exist_ok=True)
+    began, file = time.monotonic(), asked.runs / "state.json"
     state, beside = State.read(file), read_calibration(asked.beside)
-    state.heading = state.heading or told
+    state.heading = state.heading or heading()
+    asked.runs.mkdir(parents=True, exist_ok=True)
     ready = prepare(asked.folder, asked.runs / "plans")
     calibrating = Calibrating(asked.calibrate, asked.seconds) if asked.calibrate else None
     parts = list(parts_of(ready, asked.runs, watch, calibrating))
+    if todo := to_run(parts, state, asked.again):
+        heading()  # raises where there is no GPU for them
+        fill(each.job for each in ready)
 
     def show() -> str:
-        text = page(gathered(state, parts, ready), state.heading, asked.gap, asked.windows, beside)
+        text = page(gathered(state, parts, ready), state.heading, asked.gap, asked.windows, beside, asked.most)
         if asked.out:
+            asked.out.parent.mkdir(parents=True, exist_ok=True)
             asked.out.write_text(text, encoding="utf-8")
         return text
 
-    for part in to_run(parts, state, asked.again):
+    for part in todo:
         left = asked.limit - (time.monotonic() - began)
         if (expected := state.expected(part.kind, part.estimate_s)) > left:
             say(f"{part.name}: not begun, it may take {expected:.0f} s and {left:.0f} s are left")
@@ -108,7 +119,7 @@ def work(asked: argparse.Namespace, watch: Watch, heading: Callable[[], str]) ->
         show()
     print(show(), end="", flush=True)
     found = gathered(state, parts, ready)
-    return WRONG if any(problems(found, asked.gap)) else LEFT if found.missing else 0
+    return WRONG if any(problems(found, asked.gap, asked.most)) else LEFT if found.missing else 0
 
 
 def to_run(parts: Sequence[Part], state: State, again: Sequence[str]) -> list[Part]:

@@ -1,7 +1,7 @@
 """Groups of ranks that meet in collectives, all of them processes of one machine.
 
 tp   ranks of one copy of the model, or of one rollout engine          parts of every tensor
-dp   the same part in every copy                                       gradients are reduced, shares sent around
+dp   the same part in every copy that is trained                       gradients are reduced, shares sent around
 
 pair the training and the rollout process of one GPU                   new weights go into the rollout engine's own copy
 
@@ -12,7 +12,8 @@ tensors of a host                                gloo
 tensors of a GPU, each rank on a GPU of its own  NCCL: queued like a kernel, and the stream of the caller waits for it
 tensors of a GPU that two of the ranks share     gloo through host memory: NCCL refuses two ranks on one device
 
-A process whose kind has one rank joins nothing. Every wait ends when the last rank of the group has come, and gives up
+A process of whose kind no two ranks send to each other joins nothing, and NCCL has a communicator among all only where
+one of the groups is all: each takes memory. Every wait ends when the last rank of the group has come, and gives up
 after the job's run.silent_s: gloo with an error here, NCCL's watchdog by ending the process, with the collective in its
 log. A rank that dies ends gloo's waits at once; those of NCCL end with the run, which the controller who sees it ends.
 """
@@ -34,11 +35,15 @@ from rollplex.ir.errors import PeerError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import Seat, cuda_device, seat
 
+LATE = "look at the logs of the other ranks: one has ended, or is slower than run.silent_s allows"
+
 
 def groups_of(job: Job, kind: str, ranks: int) -> dict[str, list[list[int]]]:
     """The groups of a process kind by name: lists of its ranks, each rank in at most one of a name."""
     seats = [seat(job, kind, rank) for rank in range(ranks)]
-    found = {"tp": _grouped(seats, lambda s: (s.copy,)), "dp": _grouped(seats, lambda s: (s.tp,))}
+    found = {"tp": _grouped(seats, lambda s: (s.copy,))}
+    if kind == "train":
+        found["dp"] = _grouped(seats, lambda s: (s.tp,))
     return {name: [group for group in groups if len(group) > 1] for name, groups in found.items()}
 
 
@@ -74,23 +79,27 @@ class Groups:
     @classmethod
     def join(cls, job: Job, kind: str, rank: int, ranks: int, meeting: Path) -> Groups:
         """Meet the other ranks of the kind in the directory `meeting`; all of them must call this."""
-        if ranks == 1:
+        named, every = groups_of(job, kind, ranks), tuple(range(ranks))
+        if not any(named.values()):
             return cls()
         limit = timedelta(seconds=job.run.silent_s)
-        with _waiting(f"the {ranks} {kind} ranks"):
+        with waiting(f"the {ranks} {kind} ranks"):
             store, backends = store_in(meeting / kind, ranks), _backends(job, rank, ranks)
+            gpu = backends.get("device_id")
+            if [list(every)] not in named.values():
+                backends.pop("device_id", None)  # with it NCCL would connect all at once
             dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=limit, **backends)
             # One of the same ranks, whatever its name: a communicator of NCCL takes memory.
-            made: dict[tuple[int, ...], Any] = {tuple(range(ranks)): dist.group.WORLD}
+            made: dict[tuple[int, ...], Any] = {every: dist.group.WORLD}
             members, groups = {}, {}
-            for name, of_name in groups_of(job, kind, ranks).items():
+            for name, of_name in named.items():
                 for group in map(tuple, of_name):  # every rank makes every group, in the same order
                     if group not in made:
                         made[group] = dist.new_group(list(group), timeout=limit)
                     if rank in group:
                         members[name], groups[name] = group, made[group]
             found = cls(rank, members, groups)
-            found._begin(backends.get("device_id"))
+            found._begin(gpu)
         return found
 
     def size(self, name: str) -> int:
@@ -104,19 +113,19 @@ class Groups:
     def all_reduce(self, name: str, values: torch.Tensor) -> None:
         """Sum over the group, in place; every rank gets the same bits."""
         if name in self._groups:
-            with _waiting(f"{name} group {self.members[name]}"):
+            with waiting(f"{name} group {self.members[name]}"):
                 dist.all_reduce(values, group=self._groups[name])
 
     def reduce(self, name: str, values: torch.Tensor, owner: int) -> None:
         """Sum over the group on its rank number `owner`, in place; what the others have afterwards is undefined."""
         if name in self._groups:
-            with _waiting(f"{name} group {self.members[name]}"):
+            with waiting(f"{name} group {self.members[name]}"):
                 dist.reduce(values, group=self._groups[name], group_dst=owner)
 
     def broadcast(self, name: str, values: torch.Tensor, owner: int) -> None:
         """The values of the group's rank number `owner` to all, in place."""
         if name in self._groups:
-            with _waiting(f"{name} group {self.members[name]}"):
+            with waiting(f"{name} group {self.members[name]}"):
                 dist.broadcast(values, group=self._groups[name], group_src=owner)
 
     def all_gather(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -124,7 +133,7 @@ class Groups:
         if name not in self._groups:
             return values
         parts = [torch.empty_like(values) for _ in self.members[name]]
-        with _waiting(f"{name} group {self.members[name]}"):
+        with waiting(f"{name} group {self.members[name]}"):
             dist.all_gather(parts, values.contiguous(), group=self._groups[name])
         return torch.cat(parts, dim=-1)
 
@@ -163,7 +172,7 @@ class Pair:
     def join(self, limit_s: float) -> None:
         """Meet the other side in the directory `meeting`; this and each copy give up after `limit_s`."""
         place = dist.FileStore(str(self.meeting / f"pair-{self.gpu}"), 2)  # pyright: ignore[reportPrivateImportUsage]
-        with _waiting(self._name):
+        with waiting(self._name):
             self._group = dist.ProcessGroupGloo(place, 0 if self.sends else 1, 2, timedelta(seconds=limit_s))
 
     def copy(self, values: torch.Tensor) -> None:
@@ -171,7 +180,7 @@ class Pair:
         assert self._group is not None, "a pair joins before it copies"
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        with _waiting(self._name):
+        with waiting(self._name):
             self._group.broadcast([values], options).wait()
 
     @property
@@ -189,10 +198,9 @@ def _backends(job: Job, rank: int, ranks: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _waiting(what: str) -> Iterator[None]:
-    """A lost or late rank is reported as a RuntimeError."""
+def waiting(what: str, hint: str = LATE) -> Iterator[None]:
+    """PeerError where a rank is lost or late, which torch reports as a RuntimeError."""
     try:
         yield
     except RuntimeError as err:
-        hint = "look at the logs of the other ranks: one has ended, or is slower than run.silent_s allows"
         raise PeerError(f"a collective failed: {str(err).splitlines()[0]}", where=what, hint=hint) from None

@@ -229,7 +229,7 @@ class Controller:
             case Gone() if process in self._stopping and death.status(member, EXIT_S) == 0:
                 self._stopping.remove(process)
             case Gone():
-                raise death.died(member, self.timeline)
+                raise death.died(member, self.crew.members.values(), self.timeline)
             case _:
                 raise EngineError(f"{process} sent {type(message).__name__}, which only the controller sends")
 
@@ -276,10 +276,10 @@ class Controller:
         """A death shows by the end of the channel; here are those who are there but silent, or do not get on."""
         for member in self.crew.members.values():
             if member.silence.too_long():
-                raise death.silent(member, self.timeline)
+                raise death.silent(member, self.crew.members.values(), self.timeline)
         for process, work in self._at_work.items():
             if work.too_long():
-                raise death.stuck(process, work.limit_s, self.crew.members.get(process), self.timeline)
+                raise death.stuck(process, work.limit_s, self.crew.members, self.timeline)
 
     def _look_for_deadlock(self) -> None:
         """Nobody runs, nobody is on the way: every process waits for what only another waiting process could give.

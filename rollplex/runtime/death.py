@@ -1,11 +1,15 @@
-"""Saying what died: process, pid, how, in which step, window and iteration, and where its log is."""
+"""Saying what died: process, pid, how, in which step, window and iteration, and where its log is.
+
+Where one has waited for another in vain, all who are there write where their threads are to their logs, before they are
+stopped: of a process that NCCL aborts, that is done by Python as it ends.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 
 from rollplex.ir import errors
@@ -43,9 +47,20 @@ def status(member: Member, within_s: float) -> int | None:
     return member.child.wait(within_s)
 
 
-def died(member: Member, timeline: Timeline) -> EngineError:
+def write_stacks(members: Iterable[Member]) -> None:
+    """Have processes write where their threads are to their logs; one that is stopped cannot."""
+    there = [member for member in members if member.child.poll() is None]
+    for member in there:
+        with suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGUSR1)
+    time.sleep(STACKS_S if there else 0.0)
+
+
+def died(member: Member, members: Iterable[Member], timeline: Timeline) -> EngineError:
     """The error for a process that ended by itself, or at least closed its channel."""
     code, why = status(member, LINGER_S), ""
+    if code == -signal.SIGABRT:
+        write_stacks(members)
     if code is None:
         how = "stopped talking and did not exit"
     elif code < 0:
@@ -58,8 +73,9 @@ def died(member: Member, timeline: Timeline) -> EngineError:
     return EngineError(what, where="engine process", hint=hint)
 
 
-def silent(member: Member, timeline: Timeline) -> EngineError:
+def silent(member: Member, members: Iterable[Member], timeline: Timeline) -> EngineError:
     """The error for a process that is there but says nothing."""
+    write_stacks(members)
     what = (
         f"{member.process} (pid {member.pid}) has said nothing for {member.silence.limit_s:g} s "
         f"{place(member.process, timeline)}: it is stopped or hung, and was killed"
@@ -67,32 +83,31 @@ def silent(member: Member, timeline: Timeline) -> EngineError:
     return EngineError(what, where="engine process", hint=f"look at its log {member.log}, or raise run.silent_s")
 
 
-def stuck(process: ProcessId, limit_s: float, member: Member | None, timeline: Timeline) -> EngineError:
-    """The error for a process that lives but does not get on; an engine's stacks are in its log then."""
-    where = place(process, timeline)
+def stuck(process: ProcessId, limit_s: float, members: Mapping[ProcessId, Member], timeline: Timeline) -> EngineError:
+    """The error for a process that lives but does not get on; the stacks of all engines are in their logs then."""
+    where, member = place(process, timeline), members.get(process)
+    write_stacks(members.values())
     if member is None:
         hint = "look at what the step calls (data, the reward), or raise run.step_timeout_s"
         return EngineError(f"{process} has been at it for {limit_s:g} s {where}", where="controller", hint=hint)
-    with suppress(ProcessLookupError):
-        os.kill(member.pid, signal.SIGUSR1)
-        time.sleep(STACKS_S)
     what = f"{process} (pid {member.pid}) has been at it for {limit_s:g} s {where}: it hangs, and was killed"
     hint = f"its stacks are in {member.log}; raise run.step_timeout_s if the step takes that long"
     return EngineError(what, where="engine process", hint=hint)
 
 
-def reason(member: Member, members: Iterable[Member], timeline: Timeline, message: Failed) -> RollplexError:
+def reason(member: Member, members: Collection[Member], timeline: Timeline, message: Failed) -> RollplexError:
     """The error for a process that reported one: the death of another, where that is what it met in a collective."""
     if message.error == PeerError.__name__:
+        write_stacks(members)
         deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline:
             for other in members:
                 if other is not member and (other.child.poll() or 0) < 0:
-                    return died(other, timeline)
+                    return died(other, members, timeline)
             time.sleep(PEER_S)
         peers = [o.process for o in members if o is not member and o.process.kind == member.process.kind]
-        where = "; ".join(f"{peer} {place(peer, timeline)}" for peer in peers)
-        return PeerError(*failed(member, timeline, message).problems, Problem(where, "its peers meanwhile"))
+        where, hint = "; ".join(f"{peer} {place(peer, timeline)}" for peer in peers), "their stacks are in their logs"
+        return PeerError(*failed(member, timeline, message).problems, Problem(where, "its peers meanwhile", hint))
     return failed(member, timeline, message)
 
 

@@ -3,7 +3,7 @@
     slabs       |embed........|layers.0.q.....|layers.0.k..|...   one flat order of all parameters of the rank
     chunks      [   0   )[   1   )[   2   )[   3  ) ...           element ranges; a boundary may fall anywhere
     a chunk     load   host master, moments, gradient -> workspace (clipped on the way)
-                update torch's own Adam on the workspace, one call for each stretch of equal weight decay
+                update torch's own Adam on the workspace, one call for all that decays and one for the rest
                 store  workspace -> host state, and the cast master -> the snapshot that rollout reads
 
 The result does not depend on the chunks, to the bit: Adam is elementwise, and the norm is summed in blocks that are
@@ -207,15 +207,14 @@ class ChunkedAdam:
         would make a copy of the gradient for a decay that joins it: it is added here, in place.
         """
         config, fused = self.config, work.master.is_cuda
-        for decay, low, high in self._stretches(start, stop):
-            stretch = [part[low - start : high - start] for part in _parts(work)]
+        for decay, parts in self._parts_by_decay(work, start, stop).items():
+            masters, firsts, seconds, grads = ([piece for p in part for piece in p.split(LAUNCH)] for part in parts)
             amount = config.weight_decay if decay else 0.0
             if amount and not config.decoupled:
-                stretch[3].add_(stretch[0], alpha=amount)
-            masters, firsts, seconds, grads = (list(part.split(LAUNCH)) for part in stretch)
-            done = [torch.tensor(float(step - 1), device=part.device) for part in masters]
+                for grad, master in zip(grads, masters, strict=True):
+                    grad.add_(master, alpha=amount)
             adam(
-                masters, grads, firsts, seconds, [], done,
+                masters, grads, firsts, seconds, [], _counters(len(masters), step - 1, work.master.device),
                 foreach=False, fused=fused, amsgrad=False, beta1=config.betas[0], beta2=config.betas[1], lr=config.lr,
                 weight_decay=amount if config.decoupled else 0.0, eps=config.eps, maximize=False,
                 decoupled_weight_decay=config.decoupled,
@@ -235,11 +234,15 @@ class ChunkedAdam:
                 into = self.snapshot[slab.name][low - slab.offset : high - slab.offset]
                 into.copy_(master[low - start : high - start], non_blocking=True)
 
-    def _stretches(self, start: int, stop: int) -> Iterator[tuple[bool, int, int]]:
-        """Maximal runs of elements with the same weight decay."""
+    def _parts_by_decay(self, work: Workspace, start: int, stop: int) -> dict[bool, list[list[torch.Tensor]]]:
+        """Master, moments and gradient of maximal runs of elements with the same weight decay; each decay at once."""
+        found: dict[bool, list[list[torch.Tensor]]] = {}
         for decay, run in groupby(overlaps(self.slabs, start, stop), key=lambda part: part[0].decay):
             parts = list(run)
-            yield decay, parts[0][1], parts[-1][2]
+            low, high = parts[0][1] - start, parts[-1][2] - start
+            for kept, part in zip(found.setdefault(decay, [[] for _ in _parts(work)]), _parts(work), strict=True):
+                kept.append(part[low:high])
+        return found
 
 
 def overlaps(slabs: Iterable[Slab], start: int, stop: int) -> Iterator[tuple[Slab, int, int]]:
@@ -248,6 +251,16 @@ def overlaps(slabs: Iterable[Slab], start: int, stop: int) -> Iterator[tuple[Sla
         low, high = max(start, slab.offset), min(stop, slab.stop)
         if low < high:
             yield slab, low, high
+
+
+def _counters(count: int, steps: int, device: torch.device) -> list[torch.Tensor]:
+    """So many numbers of steps done, as Adam takes them.
+
+    A GPU fills them itself: a copy from the host would wait for everything that its lane has to do.
+    """
+    if device.type == "cpu":
+        return [torch.tensor(float(steps)) for _ in range(count)]
+    return list(torch.full((count,), float(steps), device=device).unbind())
 
 
 def _parts(state: FlatState | Workspace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

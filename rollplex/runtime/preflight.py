@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rollplex.backends.cuda.machine import Card, cards
+from rollplex.backends.cuda.reach import unreached
 from rollplex.backends.memory.available import available_bytes
 from rollplex.ir.checker import verify_plan
 from rollplex.ir.engines import lacking, runs
 from rollplex.ir.errors import Problem, RunError
 from rollplex.ir.job import Job
-from rollplex.ir.placement import cuda_device, rollout_seat
+from rollplex.ir.placement import cuda_device, peers, rollout_seat
 from rollplex.ir.plan import NodeRecord, Plan, references
 from rollplex.ir.planned_hosts import early_hosts
 from rollplex.ir.sizes import pretty
-from rollplex.ir.steps import Exchange, Rebuild
+from rollplex.ir.steps import Exchange, Rebuild, written_by_peers
 from rollplex.runtime.feed import Feed
 from rollplex.runtime.hostvalues import OF_EARLY, OF_LATE, returned
 from rollplex.runtime.offers import EARLY_OFFERS, OFFERS, parameters_of
@@ -96,6 +98,7 @@ def check_machine(plan: Plan) -> None:
     if not job.on_host:
         check_engines(job)
         check_gpus([cuda_device(job, gpu) for gpu in range(gpus)], peak, cards())
+        check_reach(plan, job)
 
 
 def check_engines(job: Job) -> None:
@@ -125,6 +128,22 @@ def check_gpus(devices: Sequence[int], peak_bytes: int, found: Sequence[Card]) -
             what = f"the run needs {pretty(need)} on device {device} ({card.name}), {pretty(card.free_bytes)} are free"
             hint = "end the programs that nvidia-smi lists there, or lower cluster.capacity_gib and compile again"
             raise RunError(what, where="GPU", hint=hint)
+
+
+def check_reach(plan: Plan, job: Job, ask: Callable[[Sequence[int]], Sequence[tuple[int, int]]] = unreached) -> None:
+    """Refuse ranks that write into each other's pages on GPUs that do not reach each other's memory."""
+    if not written_by_peers(plan.programs["train"]):
+        return
+    ranks = range(plan.processes["train"].ranks)
+    pairs = {(cuda_device(job, rank), cuda_device(job, peer)) for rank in ranks for peer in peers(job, rank)}
+    apart = {(first, second) for first, second in pairs if first != second}
+    missing = apart.intersection(ask(sorted(set(chain.from_iterable(apart))))) if apart else ()
+    if missing:
+        told = ", ".join(f"{first} into {second}" for first, second in sorted(missing))
+        what = f"{job.q} training ranks have one rollout rank and write new weights into each other's memory, "
+        what += f"which GPUs do not reach: CUDA device {told}"
+        hint = "set run.devices to GPUs that do (nvidia-smi topo -p2p w), or the same tensor_parallel for both engines"
+        raise RunError(what, where="GPU", hint=hint)
 
 
 def check_hosts(plan: Plan, hosts: Mapping[str, HOST_FUNCTION]) -> None:

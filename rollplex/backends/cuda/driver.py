@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from rollplex.ir.errors import EngineError, OutOfMemory
 
 
@@ -39,5 +37,7 @@ def check(result: Any, what: str) -> Any:
 
 def use(device: int) -> None:
     """Make torch's context of the device current on this thread."""
+    import torch  # not by who only asks what GPUs can: it takes seconds
+
     torch.cuda.set_device(device)
     torch.cuda.current_stream().query()  # creates the context where there is none yet

@@ -14,10 +14,10 @@ ending the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollplex.backends.collectives import store_in
+from rollplex.backends.collectives import store_in, waiting
 from rollplex.backends.cuda.post import Post
-from rollplex.ir.errors import PeerError
 
 PATIENCE_S = 60.0
 """Less than who asks waits for an answer: a rank that waits for another says so itself."""
+_together = partial(waiting, "calibrate", "another rank has ended")
 
 
 class Ranks(Protocol):
@@ -127,13 +127,3 @@ class Peers:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    """A lost or late rank is reported as a RuntimeError."""
-    try:
-        yield
-    except RuntimeError as err:
-        what = f"a collective failed: {str(err).splitlines()[0]}"
-        raise PeerError(what, where="calibrate", hint="another rank has ended") from None

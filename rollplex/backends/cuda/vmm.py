@@ -51,6 +51,8 @@ class CudaArena(PagedArena):
             for chunk in made:
                 zeros = self._d.cuMemsetD8(self._address + chunk.start, 0, chunk.nbytes)
                 cuda.check(zeros, f"zeros for {self.name}")
+            # The default stream writes them, for which no other stream waits, nor a process that adopts the pages.
+            torch.cuda.default_stream(self._memory.device).synchronize()
             if not writable:
                 self._allow(made, writable=False)
         except BaseException:
