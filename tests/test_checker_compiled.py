@@ -30,6 +30,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "streamed": (NODE, (*STREAMED, *FEW)),
     "streamed, data parallel": (CLUSTER, (*STREAMED, "workload.prompts=16")),
     "four nodes": (CLUSTER, ()),
+    "fewer chunks than overlap": (NODE, ("optimizer.chunks=2", *FEW)),
     "gradients in pieces": (NODE, ("optimizer.chunks=3", "roles.actor.freeze=[]", *FEW)),
     "gradients in pieces, four nodes": (CLUSTER, ("optimizer.chunks=4",)),
     "snapshot released": (NODE, ("optimizer.snapshot=release", "optimizer.chunks=6", *FEW)),

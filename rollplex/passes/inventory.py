@@ -21,6 +21,7 @@ from rollplex.passes.update_sizes import (
     reserved_elements,
     resident_bytes,
     state_itemsize,
+    streaming_bytes,
     updating_bytes_per_element,
     workspace_name,
 )
@@ -246,6 +247,6 @@ class Inventory(WeightRows):
             flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role)
             held = self.held_elements if role == job.policy else None
             elements = reserved_elements(job, parameters, held)
-            nbytes = elements * (chunks_in_flight(job, role) * flying + updating)
+            nbytes = streaming_bytes(parameters, elements, chunks_in_flight(job, role), flying, updating)
             title = "optimizer chunks in flight" if role == job.policy else f"{role} optimizer chunks"
             yield self._workspace(workspace_name(job, role), title, nbytes, update)
