@@ -70,6 +70,27 @@ def chunks_in_flight_that_there_are_not(plan: Plan) -> Iterator[Plan]:
             yield with_object(plan, name, bytes=objects(plan)[name].bytes + more)
 
 
+@mutant("size")
+def prefix_with_its_group_has_a_room_of_its_own(plan: Plan) -> Iterator[Plan]:
+    """Temporaries of a prefix are counted beside those of the step that follows it."""
+    for role in (r for r in job_of(plan).trained if job_of(plan).with_group(r)):
+        beside = objects(plan)["train.activations"].model_copy(update={"name": f"{role}.prefix_workspace"})
+        yield summarise(plan, objects=(*plan.summary.objects, beside))
+
+
+@mutant("size")
+def prefix_with_its_group_without_room(plan: Plan) -> Iterator[Plan]:
+    """Where a prefix has more temporaries than its group's step, the room is that of the step."""
+    chosen = plan.summary.chunks.microbatch.suffix_responses
+    job = job_of(plan)
+    for role in (r for r in job.trained if job.with_group(r)):
+        work, facts = role_work(job, role), engine(job.trainer(role).engine)
+        step = facts.train_activation_bytes(one_response(work, chosen))
+        if facts.prefix_workspace_bytes(work, True) - step >= job.device.page_bytes:
+            name = "train.activations" if role == job.policy else f"{role}.activations"
+            yield with_object(plan, name, bytes=step)
+
+
 @mutant("class")
 def object_of_another_class(plan: Plan) -> Iterator[Plan]:
     for o in plan.summary.objects:
