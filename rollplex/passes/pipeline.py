@@ -183,15 +183,16 @@ def compile_plan(
     """
     chosen = full_pipeline() if passes is None else passes
     check_needs(chosen, chosen, NEEDS)
-    told: list[PassReport] = []
+    others: list[PassReport] = []
 
     def run(changed: Job) -> Module:
-        return run_passes(start(algorithm, changed).put(degrees), chosen, told.append)
+        return run_passes(start(algorithm, changed).put(degrees), chosen, others.append)
 
     first = run_passes(start(algorithm, job).put(degrees), chosen, on_pass)
     module = cheaper(first, job, run)
-    for report in told if on_pass and module is not first else ():
-        on_pass(report)
+    if on_pass and module is not first:
+        for report in others:  # told last is what the plan is made of
+            on_pass(report)
     with stage("assemble the plan"):
         plan = build_plan(module)
     if not plan.feasible:
