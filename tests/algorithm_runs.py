@@ -7,7 +7,7 @@ from typing import Any
 
 from capacities import smallest
 from runtime_threads import TRAIN, InThreads
-from runtime_tiny import CONFIG, luck, tiny_job
+from runtime_tiny import CONFIG, SHORT, luck, tiny_job
 from textbook import LOSSES, Textbook, Whole
 from torch import Tensor
 
@@ -84,11 +84,13 @@ def in_pieces(plan: Plan) -> dict[str, int]:
 def leaving_plan_of(name: str, **changes: Any) -> Plan:
     """The plan for the smallest device on which gradients of all trained roles leave in pieces, and groups are whole.
 
-    A group that is trained on in parts has other bits.
+    A group that is trained on in parts has other bits. Prompts are short, and decode beside a backward has little room.
     """
+    rollout = {**ROLLOUT_OF["rollout"], "kv_cache_gib": "192 KiB", "runtime_gib": "128 KiB"}
+    roles = {**ROLES[name], "actor": {**HOST, "rollout": rollout}}
 
     def job_at(capacity: str) -> Job:
-        return job_of(name, cluster={"capacity_gib": capacity}, **changes)
+        return job_of(name, cluster={"capacity_gib": capacity}, workload=SHORT, roles=roles, **changes)
 
     def leaves(plan: Plan) -> bool:
         return set(in_pieces(plan)) == set(plan.losses) and plan.summary.chunks.microbatch.suffix_responses == 3

@@ -51,6 +51,9 @@ CONFIG: dict[str, Any] = {
     },
 }
 
+SHORT = {"prompt_tokens": 64, "frames": 2, "max_pixels": 3136}
+"""Prompts whose activations take less than the states of an update, so that gradients must leave for that."""
+
 
 def luck(tokens: list[int]) -> float:
     """A reward that is different for almost every response, so that advantages and gradients are never all zero."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from algorithm_runs import ROLES, Watched, in_pieces, leaving_plan_of, plan_of, tight_plan_of
-from runtime_tiny import luck
+from runtime_tiny import SHORT, luck
 
 from rollplex.ir.plan import Plan
 
@@ -57,7 +57,7 @@ def test_gradients_of_two_roles_that_leave_in_pieces_give_the_bits_of_those_that
     """Under every schedule, whatever its chunks."""
     single = {"dtype": "float32"}
     plans = [leaving_plan_of("ppo", schedule=s, model=single, optimizer={"chunks": n}) for s, n in CHUNKS.items()]
-    plans.append(plan_of("ppo", model=single))
+    plans.append(plan_of("ppo", model=single, workload=SHORT))
     assert in_pieces(plans[-1]) == {}
     found = []
     for plan in plans:

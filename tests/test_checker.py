@@ -25,9 +25,14 @@ from twoplan import two_roles
 
 from rollplex.ir.checker import RULES, check_plan, verify_plan
 from rollplex.ir.errors import PlanError
+from rollplex.ir.job import load_job
+from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan, parse_plan
 from rollplex.ir.steps import Barrier, MapPart, Run, Signal, Step, UnmapPart, UpdateChunk, Wait
+from rollplex.passes.pipeline import compile_plan
 
+SEVEN = "examples/jobs/critic_free_7b_h800x8.yaml"
+TWO_CHUNKS = ("workload.prompts=8", "cluster.capacity_gib=46", "optimizer.chunks=2")
 PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "too large": too_large(),
     "two roles": two_roles(),
@@ -39,6 +44,7 @@ PLANS = {variant: tiny_plan(variant) for variant in VARIANTS} | {
     "solved": compiled("solved"),
     "released": compiled("released"),
     "with group": compiled("with group"),
+    "two chunks": compile_plan(load_algorithm("examples/grpo.py"), load_job(SEVEN, TWO_CHUNKS)),
 }
 NAMES = sorted(MUTANTS)
 

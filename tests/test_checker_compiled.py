@@ -19,7 +19,9 @@ from rollplex.passes.pipeline import compile_plan
 
 ALGORITHMS = {name: load_algorithm(f"examples/{name}.py") for name in ("grpo", "grpo_reward_model", "dapo")}
 NODE, CLUSTER = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml", "examples/jobs/qwen2_5_vl_32b_h800x32.yaml"
+SEVEN = "examples/jobs/critic_free_7b_h800x8.yaml"
 FEW = ("workload.prompts=4",)
+SHORT = ("workload.prompt_tokens=2048", "workload.response_tokens=128")
 STREAMED = ("schedule=streamed", "workload.response_median=512", "roles.actor.rollout.kv_cache_gib=16")
 LORA, MERGED = "roles.actor.lora={rank: 64}", "roles.actor.lora={rank: 64, served: merged}"
 TP4 = ("roles.actor.train.tensor_parallel=4", "roles.reference.score.tensor_parallel=4")
@@ -30,6 +32,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "streamed": (NODE, (*STREAMED, *FEW)),
     "streamed, data parallel": (CLUSTER, (*STREAMED, "workload.prompts=16")),
     "four nodes": (CLUSTER, ()),
+    "two chunks": (SEVEN, ("cluster.capacity_gib=46", "optimizer.chunks=2", *FEW)),
     "gradients in pieces": (NODE, ("optimizer.chunks=3", "roles.actor.freeze=[]", *FEW)),
     "gradients in pieces, four nodes": (CLUSTER, ("optimizer.chunks=4",)),
     "snapshot released": (NODE, ("optimizer.snapshot=release", "optimizer.chunks=6", *FEW)),
@@ -50,6 +53,10 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "with group, two pools": (
         CLUSTER,
         ("schedule=disaggregated", "cluster.rollout_gpus=16", "roles.actor.prefix_saved=group"),
+    ),
+    "with group, a frozen tower and short responses": (
+        NODE,
+        ("roles.actor.prefix_saved=group", "workload.group=2", *SHORT, *FEW),
     ),
     "with group, no state offload": (NODE, ("ablate=[state_offload]", "roles.actor.prefix_saved=group", *FEW)),
     "with group, lora": (NODE, (LORA, "roles.actor.prefix_saved=group", *FEW)),

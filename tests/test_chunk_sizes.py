@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from rollplex.ir.job import load_job
 from rollplex.ir.loading import load_algorithm
 from rollplex.ir.plan import Plan
 from rollplex.passes.chunk_sizes import FAMILIES, Chunks, Data, Model, read
-from rollplex.passes.pipeline import compile_plan
+from rollplex.passes.pipeline import compile_plan, default_pipeline, run_passes, start
 from rollplex.passes.solver import constrain, minimise
-from rollplex.passes.state import SizeChoice
+from rollplex.passes.state import Lifetimes, SizeChoice
 from rollplex.passes.update_sizes import wanted_chunks
 
 FILE = "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
@@ -93,6 +94,30 @@ def test_chunks_that_are_too_large_do_not_fit() -> None:
     assert plan.infeasible.window == "P3 update"
     assert plan.infeasible.objects[0].name == "optimizer.workspace"
     assert plan.summary.chunks.optimizer.count == 1
+
+
+BYTES_OF_7B = 16 * ((7_615_616_512 - 57 * 3584) // 4 + 57 * 3584)
+"""Four FP32 states of a rank of 4: a quarter of the language model of Qwen2.5-VL-7B, and all of its 57 norms."""
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8, 64])
+def test_an_update_reserves_no_more_than_there_is(chunks: int) -> None:
+    """Three chunks in flight: of one or two, all states and not three times or one and a half times as many."""
+    job = load_job("examples/jobs/critic_free_7b_h800x8.yaml", (f"optimizer.chunks={chunks}",))
+    passes = list(itertools.takewhile(lambda p: p.name != "residency", default_pipeline()))
+    reserved = run_passes(start(load_algorithm("examples/grpo.py"), job), passes)[Lifetimes]["optimizer.workspace"]
+    exact = BYTES_OF_7B * min(3, chunks) // chunks
+    assert 0 <= reserved.nbytes - exact <= 2 * (2 << 20)
+
+
+def test_a_whole_update_fits_beside_little_host_memory() -> None:
+    """7B at TP 4 in one chunk: 28.4 GiB of states and no workspace three times as large, so that none must leave."""
+    job = load_job("examples/jobs/critic_free_7b_h800x8.yaml", ("optimizer.chunks=1", "cluster.host_memory_gb=300"))
+    plan = compile_plan(load_algorithm("examples/grpo.py"), job)
+    assert plan.feasible
+    states = [plan.object(f"actor.{name}") for name in ("gradients", "master", "moments")]
+    assert 0 <= sum(o.bytes for o in states) - BYTES_OF_7B < 3 * (2 << 20)
+    assert {o.residency["P3 update"] for o in states} == {"hbm"}
 
 
 def test_a_number_of_chunks_that_cannot_be_made_is_refused() -> None:

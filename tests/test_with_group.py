@@ -116,7 +116,7 @@ def test_boundary_and_saved_state_have_the_bytes_of_one_prompt_in_the_train_wind
     """32 B at TP 8: keys and values of a prompt are 8192 tokens x 64 layers x 2 x 1 KV head x 128 x 2 B = 256 MiB."""
     changes = ("schedule=serial", f"roles.actor.recompute={recompute}", *FEW)
     plan, every = compiled(*changes, GROUP), compiled(*changes, HBM)
-    boundary, saved, room = (plan.object(f"actor.{n}") for n in ("boundary", "prefix_saved", "prefix_workspace"))
+    boundary, saved = (plan.object(f"actor.{n}") for n in ("boundary", "prefix_saved"))
     assert boundary.bytes == 8192 * 64 * 2 * 1 * 128 * 2
     assert (boundary.slots, saved.slots, every.object("actor.boundary").slots) == (1, 1, 2)
     tokens, layers = 8192, 64
@@ -124,13 +124,32 @@ def test_boundary_and_saved_state_have_the_bytes_of_one_prompt_in_the_train_wind
         last = 2 * 5120 * 2 // 8 + 2 * 4 + (40 * 128 // 8 + 4 * 128) * 2 + 4 * 128
         assert 0 <= saved.bytes - tokens * (layers * 5120 * 2 // 8 + last) < PAGE
     assert 0 <= 2 * saved.bytes - every.object("actor.prefix_saved").bytes < 2 * PAGE
-    assert room.bytes == every.object("actor.prefix_workspace").bytes
     if recompute == "full":  # else what is saved of the other prompts leaves room for more responses at a time
         assert plan.object("train.activations").bytes == every.object("train.activations").bytes
-    for o in (boundary, saved, room):
+    for o in (boundary, saved):
         assert {w: place for w, place in o.residency.items() if place != "-"} == {"P2 train-actor": "hbm"}
     train = next(w for w in plan.summary.windows if w.name == "P2 train-actor")
-    assert {o.name: o.bytes for o in (boundary, saved, room)}.items() <= train.by_object.items()
+    assert {o.name: o.bytes for o in (boundary, saved)}.items() <= train.by_object.items()
+
+
+FEW_TOKENS = ("workload.prompt_tokens=2048", "workload.response_tokens=128", "roles.actor.recompute=full")
+
+
+@pytest.mark.parametrize(("responses", "largest"), [(2, "actor.prefix_workspace"), (8, "train.activations")])
+def test_temporaries_of_prefix_and_group_never_live_together_and_the_larger_are_counted(
+    responses: int, largest: str
+) -> None:
+    """A frozen tower's 8192 patches outweigh a step of two short responses, eight of them outweigh the tower."""
+    changes = ("schedule=serial", f"workload.group={responses}", *FEW_TOKENS, *FEW)
+    plan, every = compiled(*changes, GROUP), compiled(*changes, HBM)
+    sizes = {name: every.object(name).bytes for name in ("actor.prefix_workspace", "train.activations")}
+    assert max(sizes, key=lambda name: sizes[name]) == largest
+    assert plan.object("train.activations").bytes == sizes[largest]
+    assert "actor.prefix_workspace" not in {o.name for o in plan.summary.objects}
+    prefixes = [s for s in plan.programs["train"] if isinstance(s, Run) and s.task == "prefix" and s.role == "actor"]
+    assert all("train.activations" in s.writes for s in prefixes)
+    text = str(formula_of(plan, load_job(X8, (*changes, GROUP)), "train.activations"))
+    assert text == "max(train step, prefix)"
 
 
 def test_the_train_window_takes_the_seconds_of_the_prefixes() -> None:
@@ -145,7 +164,7 @@ def test_the_formulas_are_of_one_prompt() -> None:
     plan, job = compiled("schedule=serial", GROUP, *FEW), load_job(X8, ("schedule=serial", GROUP, *FEW))
     for name in ("actor.boundary", "actor.prefix_saved"):
         assert str(formula_of(plan, job, name)).startswith("1 prompt at a time x ")
-    assert all(formula_of(plan, job, name) for name in ("actor.prefix_workspace", "train.activations"))
+    assert str(formula_of(plan, job, "train.activations")) == "max(train step, prefix)"
 
 
 def test_unasked_a_prefix_waits_for_its_group() -> None:

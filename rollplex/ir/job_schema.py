@@ -180,7 +180,8 @@ class Role(Section):
     prefix_saved: Literal["auto", "host", "hbm", "dropped", "group"] = Field(
         default="auto",
         description="what the attached prefix saves for its backward: in host memory, in HBM, or recomputed; group: a "
-        "group's prefix runs right before its train step, and HBM has room for what one of them saves",
+        "group's prefix runs right before its train step, and HBM has room for what one of them saves; auto: whichever "
+        "fits and takes least time",
     )
 
     @model_validator(mode="before")

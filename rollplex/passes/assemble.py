@@ -25,7 +25,7 @@ from rollplex.ir.sizes import pretty
 from rollplex.ir.steps import touched
 from rollplex.ir.work import patches
 from rollplex.passes.calibrated import calibration_warnings
-from rollplex.passes.candidates import Degrees
+from rollplex.passes.candidates import Degrees, Grouped
 from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.estimate import Estimate
 from rollplex.passes.executable import not_executable
@@ -238,6 +238,7 @@ def warnings(module: Module) -> list[str]:
             f"an ablation holds the update of the full schedule: {chunks.count} chunks, the largest it has room for "
             "(paper section 3.2); state optimizer.chunks to see whether finer ones make up for what is switched off"
         )
+    found += [str(module[Grouped])] if Grouped in module else []
     found += _sampled_again(module)
     found += tail_warnings(job)
     found += turn_warnings(module)

@@ -1,4 +1,4 @@
-"""The parallel degrees that a job left to the compiler: what was chosen, and how the others compare."""
+"""What a job left to the compiler: the parallel degrees that were chosen, and prefixes that run with their groups."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ class Degrees:
 
 NO_CHOICE = Degrees()
 """Of a job that states all its degrees."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Roles whose prefixes run with their groups because that is better than what else `prefix_saved: auto` may be."""
+
+    made_by: ClassVar[str] = "with-group"
+    roles: tuple[str, ...]
+    why: str
+
+    def __str__(self) -> str:
+        return f"prefix_saved: auto runs prefixes of {' and '.join(self.roles)} with their groups: {self.why}"

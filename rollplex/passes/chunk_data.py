@@ -19,6 +19,7 @@ from rollplex.passes.update_sizes import (
     chunks_in_flight,
     flying_bytes_per_element,
     pages,
+    streaming_bytes,
     updating_bytes_per_element,
     wanted_chunks,
     workspace_name,
@@ -58,8 +59,9 @@ class Data:
 
     def workspace_bytes(self, elements: int) -> int:
         """All that chunks of so many parameters take together, in whole pages: one for the numbers of a step alone."""
-        flying = min(self.in_flight * elements, self.parameters) * self.element_bytes
-        return max(self.page_bytes, pages(flying + elements * self.updating_bytes, self.page_bytes))
+        sizes = self.element_bytes, self.updating_bytes
+        nbytes = streaming_bytes(self.parameters, elements, self.in_flight, *sizes)
+        return max(self.page_bytes, pages(nbytes, self.page_bytes))
 
     def suffix_bytes(self, choice: SizeChoice, window: str) -> int:
         """W[m,w]: all suffix workspaces that are alive in the window together."""

@@ -26,6 +26,7 @@ from rollplex.passes.base import Pass
 from rollplex.passes.candidates import Degrees
 from rollplex.passes.heads import with_heads
 from rollplex.passes.pipeline import OnPass, compile_plan, full_pipeline, run_passes, start
+from rollplex.passes.with_group import cheaper
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,17 @@ def attempt(traced: Module, job: Job, degrees: dict[str, int], passes: Sequence[
         refused = Candidate(degrees=degrees, feasible=False, compiled=False, peak_bytes=least, why_not=why)
         return Tried(job, refused, least - job.capacity_bytes)
     try:
-        summary = summarise(run_passes(replace(traced, job=with_heads(traced.graph, job)), passes))
+        module = cheaper(_compiled(traced, job, passes), job, lambda changed: _compiled(traced, changed, passes))
+        summary = summarise(module)
     except (PassError, SolverTimeout) as error:
         why = error.problems[0].what
         refused = Candidate(degrees=degrees, feasible=False, compiled=False, peak_bytes=0, why_not=why)
         return Tried(job, refused, error=error)
     return Tried(job, _compared(job, summary, degrees), lacking(summary))
+
+
+def _compiled(traced: Module, job: Job, passes: Sequence[Pass]) -> Module:
+    return run_passes(replace(traced, job=with_heads(traced.graph, job)), passes)
 
 
 def rollout_weights(job: Job) -> int:

@@ -242,7 +242,13 @@ class Formulas:
             return megatron_whole(one_response(role_work(self.job, role))) if engine == "megatron" else None
         if engine in LOGITS:
             return fsdp_train(self.work(role), LOGITS[engine])
-        return megatron_train(self.work(role)) if engine == "megatron" else None
+        if engine != "megatron":
+            return None
+        train = megatron_train(self.work(role))
+        if not self.job.with_group(role):
+            return train
+        prefix = megatron_prefix(role_work(self.job, role), attached=True)
+        return largest(part("train step", train), part("prefix", prefix))
 
     def whole(self, role: str) -> bool:
         """Whether the role's call runs prompt and response together."""

@@ -21,6 +21,7 @@ from rollplex.passes.update_sizes import (
     reserved_elements,
     resident_bytes,
     state_itemsize,
+    streaming_bytes,
     updating_bytes_per_element,
     workspace_name,
 )
@@ -168,7 +169,7 @@ class Inventory(WeightRows):
         if self.naive:
             yield from (self._naive_activations(role) for role in self.trained())
             return
-        for call in (c for c in self.schedule.calls if c.op == "prefix"):
+        for call in (c for c in self.schedule.calls if c.op == "prefix" and not job.with_group(c.role)):
             work = turn_work(job, call.role, call.turn)
             nbytes = self.facts(call.role).prefix_workspace_bytes(work, call.trained)
             windows = self.role_windows(call.role, "prefix", turn=call.turn)
@@ -197,9 +198,17 @@ class Inventory(WeightRows):
                 nbytes = max(nbytes, facts.prefix_workspace_bytes(role_work(self.job, role), attached=False))
             yield self._workspace(f"{role}.score_workspace", f"{role} scoring workspace", nbytes, windows)
         for role in self.trained():
-            nbytes = max(self.facts(role).train_activation_bytes(work) for work in self._works(role, responses))
+            nbytes = self._activation_bytes(role, responses)
             title = "training activations" if role == self.job.policy else f"{role} activations"
             yield self._workspace(activations_name(self.job, role), title, nbytes, self.role_windows(role, "train"))
+
+    def _activation_bytes(self, role: str, responses: int) -> int:
+        """The largest step of training; a prefix that runs with its group is over when the group's step begins."""
+        facts = self.facts(role)
+        own = [facts.train_activation_bytes(work) for work in self._works(role, responses)]
+        if self.job.with_group(role):
+            own.append(facts.prefix_workspace_bytes(role_work(self.job, role), attached=True))
+        return max(own)
 
     def _works(self, role: str, responses: int) -> Iterator[Work]:
         """Suffix steps of every turn on some of a group's responses, or the whole call where it is not split."""
@@ -246,6 +255,6 @@ class Inventory(WeightRows):
             flying, updating = flying_bytes_per_element(job, True), updating_bytes_per_element(job, role)
             held = self.held_elements if role == job.policy else None
             elements = reserved_elements(job, parameters, held)
-            nbytes = elements * (chunks_in_flight(job, role) * flying + updating)
+            nbytes = streaming_bytes(parameters, elements, chunks_in_flight(job, role), flying, updating)
             title = "optimizer chunks in flight" if role == job.policy else f"{role} optimizer chunks"
             yield self._workspace(workspace_name(job, role), title, nbytes, update)

@@ -155,11 +155,12 @@ class TrainProgram(ReleasedSnapshot):
     def _prefix(self, window: Window, microbatch: int) -> Step:
         call, role, at = self._call(window), window.role, window.name
         saved = (turned(f"{role}.prefix_saved", call.turn),) if call.trained else ()
-        own = (turned(f"{role}.boundary", call.turn), turned(f"{role}.prefix_workspace", call.turn))
+        own_room = turned(f"{role}.prefix_workspace", call.turn)
+        room = self._activations(role) if self.module.job.with_group(role) else own_room
         return Run(
             window=at, task="prefix", node=call.node, role=role, microbatch=microbatch,
             reads=(*self._weights(window), *self._pieces(call, at)),
-            writes=self.placed(at, "hbm", *own, *saved, *self._shared_room),
+            writes=self.placed(at, "hbm", turned(f"{role}.boundary", call.turn), room, *saved, *self._shared_room),
             streams=self.placed(at, "host", *saved),
             inputs=(*self._inputs(window), *self._choice(window)),
         )  # fmt: skip

@@ -40,6 +40,7 @@ from rollplex.passes.selection import check_needs
 from rollplex.passes.share_policy import SharePolicyPass
 from rollplex.passes.share_prefix import SharePrefix
 from rollplex.passes.state import Lifetimes
+from rollplex.passes.with_group import cheaper
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,16 @@ def compile_plan(
     """
     chosen = full_pipeline() if passes is None else passes
     check_needs(chosen, chosen, NEEDS)
-    module = run_passes(start(algorithm, job).put(degrees), chosen, on_pass)
+    others: list[PassReport] = []
+
+    def run(changed: Job) -> Module:
+        return run_passes(start(algorithm, changed).put(degrees), chosen, others.append)
+
+    first = run_passes(start(algorithm, job).put(degrees), chosen, on_pass)
+    module = cheaper(first, job, run)
+    if on_pass and module is not first:
+        for report in others:  # told last is what the plan is made of
+            on_pass(report)
     with stage("assemble the plan"):
         plan = build_plan(module)
     if not plan.feasible:

@@ -49,6 +49,14 @@ def updating_bytes_per_element(job: Job, role: str) -> int:
     return 0 if fused else ADAM_TEMPORARIES * state_itemsize(job)
 
 
+def streaming_bytes(parameters: int, elements: int, in_flight: int, flying: int, updating: int) -> int:
+    """States of the chunks in flight, never more than there are, and what Adam allocates for one of the chunks.
+
+    3 in flight, 100 parameters of 16 B each: chunks of 10 take 480 B, chunks of 50 take 1600 B.
+    """
+    return min(in_flight * elements, parameters) * flying + elements * updating
+
+
 def resident_bytes(job: Job, role: str, parameters: int) -> int:
     """What torch's Adam allocates over a whole resident state; nothing where the update is streamed in chunks."""
     if not job.whole_sequences(role):

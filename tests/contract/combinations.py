@@ -31,7 +31,8 @@ Every value of every column is there, and every pair that meets in one mechanism
 equal, 2 where training is cut finer, 3 for QKV in stock order), TP x DP x shares, tied x padded, frozen x clipping
 (whose norm leaves the tower out), shares x several trained roles, shares and TP x parameters that decay, dtype x TP,
 sequence parallelism (`cut: tokens`) x TP x recomputation x shares. Where an update has no room for gradients, they
-leave in pieces (`update: pieces`, `both` with shares), at the least memory: x several trained roles, x TP.
+leave in pieces (`update: pieces`, `both` with shares), at the least memory: x several trained roles, x TP; their
+prompts are short, so that the update is what has least room.
 `reinforce_pp` mixes the prompts of all ranks, so it has no `streamed`. The model that vLLM rolls out is wider: it has
 attention for heads of 32 and more.
 """
@@ -46,7 +47,7 @@ from typing import Any
 
 import torch
 from capacities import smallest
-from runtime_tiny import CONFIG, tiny_job
+from runtime_tiny import CONFIG, SHORT, tiny_job
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from vllm_tiny import VL
 
@@ -60,6 +61,7 @@ SCHEDULES = ("serial", "rollplex", "streamed")
 STEPS = 2
 BOUND = {"float64": 1e-10, "float32": 1e-5}
 HOST_MEMORY = {"kv_cache_gib": "1 MiB", "runtime_gib": "512 KiB"}
+LITTLE_MEMORY = {"kv_cache_gib": "384 KiB", "runtime_gib": "128 KiB"}
 GROUP = 2
 AS_IS = 512
 """A vocabulary that Megatron pads at no degree here."""
@@ -103,6 +105,13 @@ class Combination:
     def schedules(self) -> tuple[str, ...]:
         """Not all are there for all: the update of a share has room for gradients wherever the stream has."""
         return SCHEDULES[:2] if self.algorithm == "reinforce_pp" or (self.pieces and self.shares) else SCHEDULES
+
+    @property
+    def memory(self) -> dict[str, str]:
+        """KV cache and buffers of the rollout engine."""
+        if self.roller == "vllm":
+            return {"kv_cache_gib": "4 MiB", "runtime_gib": "8 MiB"}
+        return LITTLE_MEMORY if self.pieces else HOST_MEMORY
 
     @property
     def config(self) -> dict[str, Any]:
@@ -168,7 +177,7 @@ def plan_of(of: Combination, schedule: str) -> Plan:
     algorithm = load_algorithm(f"examples/{of.algorithm}.py")
     if not of.pieces:
         return compile_plan(algorithm, job_of(of, schedule, f"{64 << 10} KiB"))
-    return smallest(algorithm, lambda capacity: job_of(of, schedule, capacity), 2 << 10, _leaving)
+    return smallest(algorithm, lambda capacity: job_of(of, schedule, capacity), 1 << 10, _leaving)
 
 
 def _leaving(plan: Plan) -> bool:
@@ -181,8 +190,7 @@ def job_of(of: Combination, schedule: str, capacity: str) -> Job:
     """Two steps, a checkpoint behind each: of the first one a test reads the moments, which are the gradient's."""
     cut = {"sequence_parallel": of.tokens} if of.trainer == "megatron" else {}
     train = {"engine": of.trainer, "tensor_parallel": of.train, "distributed_optimizer": of.shares, **cut}
-    memory = {"kv_cache_gib": "4 MiB", "runtime_gib": "8 MiB"} if of.roller == "vllm" else HOST_MEMORY
-    rollout = {"engine": of.roller, "tensor_parallel": of.rollout, **memory}
+    rollout = {"engine": of.roller, "tensor_parallel": of.rollout, **of.memory}
     own = {"prefix_saved": of.saved, "recompute": "full" if of.saved == "dropped" else "none"}
     actor = {"train": train, "rollout": rollout, **own, "freeze": ["vision"] if of.frozen else []}
     scored = {"reference": {"score": {k: v for k, v in train.items() if k != "distributed_optimizer"}}}
@@ -192,7 +200,7 @@ def job_of(of: Combination, schedule: str, capacity: str) -> Job:
         layout={"order": of.order},
         model={"dtype": of.dtype, "config": of.config},
         cluster={"gpus_per_node": of.gpus, "capacity_gib": capacity},
-        workload={"prompts": 4, "group": GROUP, "response_tokens": 8},
+        workload={"prompts": 4, "group": GROUP, "response_tokens": 8, **(SHORT if of.pieces else {})},
         optimizer={
             "lr": 1e-2,
             "eps": 1e-4,

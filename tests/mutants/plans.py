@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NODE, CLUSTER, HOST = "qwen2_5_vl_32b_h800x8", "qwen2_5_vl_32b_h800x32", "shapes_host"
 PPO, DAPO, MOE = "ppo_32b_h800x32", "dapo_32b_h800x32", "gspo_30b_a3b_h800x16"
 FEW = ("workload.prompts=2", "optimizer.chunks=6")
+SHORT = ("workload.group=2", "workload.prompt_tokens=2048", "workload.response_tokens=128")
 STREAMED = ("schedule=streamed", "workload.response_median=512", "roles.actor.rollout.kv_cache_gib=16")
 TRAIN = "roles.actor.train."
 PARTIAL = "workload.rollout={kind: partial, share: 0.5}"
@@ -81,7 +82,7 @@ PLANS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "infeasible": ("grpo", NODE, ("cluster.capacity_gib=60", *FEW)),
     "solved": ("grpo", SOLVED, ("optimizer.chunks=6",)),
     "released": ("grpo", NODE, ("optimizer.snapshot=release", *FEW)),
-    "with group": ("grpo", NODE, ("schedule=serial", "roles.actor.prefix_saved=group", *FEW)),
+    "with group": ("grpo", NODE, ("schedule=serial", "roles.actor.prefix_saved=group", *SHORT, *FEW)),
 }
 
 

@@ -14,8 +14,9 @@ from rollplex.ir.engines import engine
 from rollplex.ir.hardware import COMMUNICATOR_MIB
 from rollplex.ir.plan import Candidate, Plan
 from rollplex.ir.planned_job import job_of
-from rollplex.ir.steps import Exchange, Run
+from rollplex.ir.steps import Exchange, Run, UpdateChunk
 from rollplex.ir.work import one_response, role_work
+from rollplex.passes.update_sizes import state_itemsize, workspace_name
 
 PAGE = 2 << 20
 
@@ -55,6 +56,39 @@ def _grows(plan: Plan, role: str) -> bool:
     facts = engine(job.trainer(role).engine)
     work = one_response(role_work(job, role), plan.summary.chunks.microbatch.suffix_responses)
     return facts.train_activation_bytes(replace(work, dropped=True)) > facts.train_activation_bytes(work)
+
+
+@mutant("size")
+def chunks_in_flight_that_there_are_not(plan: Plan) -> Iterator[Plan]:
+    """Of fewer chunks than may overlap, as many as may are counted: more states than a rank has."""
+    job, chunks = job_of(plan), [s for _, _, s in steps(plan, UpdateChunk)]
+    for role in sorted({s.role for s in chunks if s.streams}):
+        parameters = max(s.stop for s in chunks if s.role == role)
+        more = (job.optimizer.in_flight * plan.summary.chunks.of(role).elements - parameters) * 4 * state_itemsize(job)
+        name = workspace_name(job, role)
+        if more >= job.device.page_bytes and name in objects(plan):
+            yield with_object(plan, name, bytes=objects(plan)[name].bytes + more)
+
+
+@mutant("size")
+def prefix_with_its_group_has_a_room_of_its_own(plan: Plan) -> Iterator[Plan]:
+    """Temporaries of a prefix are counted beside those of the step that follows it."""
+    for role in (r for r in job_of(plan).trained if job_of(plan).with_group(r)):
+        beside = objects(plan)["train.activations"].model_copy(update={"name": f"{role}.prefix_workspace"})
+        yield summarise(plan, objects=(*plan.summary.objects, beside))
+
+
+@mutant("size")
+def prefix_with_its_group_without_room(plan: Plan) -> Iterator[Plan]:
+    """Where a prefix has more temporaries than its group's step, the room is that of the step."""
+    chosen = plan.summary.chunks.microbatch.suffix_responses
+    job = job_of(plan)
+    for role in (r for r in job.trained if job.with_group(r)):
+        work, facts = role_work(job, role), engine(job.trainer(role).engine)
+        step = facts.train_activation_bytes(one_response(work, chosen))
+        if facts.prefix_workspace_bytes(work, True) - step >= job.device.page_bytes:
+            name = "train.activations" if role == job.policy else f"{role}.activations"
+            yield with_object(plan, name, bytes=step)
 
 
 @mutant("class")

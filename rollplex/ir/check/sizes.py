@@ -204,7 +204,12 @@ class Sizes:
         return self.prompts(role) * self._engine(role).prefix_saved_bytes(turn_work(self.job, role, turn))
 
     def prefix_workspace(self, role: str, turn: int) -> int:
-        """Temporaries of a prefix."""
+        """Temporaries of a prefix; one that runs with its group has those of the group's step, which come later."""
+        if role in self.facts.with_group:
+            return 0
+        return self._prefix_room(role, turn)
+
+    def _prefix_room(self, role: str, turn: int) -> int:
         return self._engine(role).prefix_workspace_bytes(turn_work(self.job, role, turn), role in self.facts.trained)
 
     def score_workspace(self, role: str) -> int:
@@ -220,7 +225,8 @@ class Sizes:
             load = self.job.workload
             every = replace(role_work(self.job, role), prompt_tokens=load.history_tokens(load.turn_count))
             return self._engine(role).full_activation_bytes(one_response(every))
-        return max(self._engine(role).train_activation_bytes(work) for work in self._steps(role))
+        prefix = self._prefix_room(role, 1) if role in self.facts.with_group else 0
+        return max(prefix, *(self._engine(role).train_activation_bytes(work) for work in self._steps(role)))
 
     # ---- the update
 
