@@ -146,8 +146,12 @@ class Recompiler:
         """The whole plan without remedies, feasible or not; None as soon as residency finds no room."""
         placed = self._place(Residency) + 1
         module = run_passes(start(self.algorithm, job), self.passes[:placed])
-        found = module[Residency]
-        return build_plan(run_passes(module, self.passes[placed:])) if found.fits else None
+        if not module[Residency].fits:
+            return None
+        return build_plan(cheaper(run_passes(module, self.passes[placed:]), job, self._run))
+
+    def _run(self, job: Job) -> Module:
+        return run_passes(start(self.algorithm, job), self.passes)
 
     def check(self, plan: Plan) -> None:
         """PlanError for a plan that the checker refuses."""

@@ -205,9 +205,7 @@ class Sizes:
 
     def prefix_workspace(self, role: str, turn: int) -> int:
         """Temporaries of a prefix; one that runs with its group has those of the group's step, which come later."""
-        if role in self.facts.with_group:
-            return 0
-        return self._prefix_room(role, turn)
+        return 0 if role in self.facts.with_group else self._prefix_room(role, turn)
 
     def _prefix_room(self, role: str, turn: int) -> int:
         return self._engine(role).prefix_workspace_bytes(turn_work(self.job, role, turn), role in self.facts.trained)
