@@ -16,7 +16,7 @@ from typing import ClassVar
 from rollplex.ir.job import Job
 from rollplex.ir.job_section import MOST_PIECES
 from rollplex.ir.module import Module
-from rollplex.passes.chunk_sizes import ChunkSizesPass, gather
+from rollplex.passes.chunk_data import gather
 from rollplex.passes.layout import Layout
 from rollplex.passes.lifetimes import LifetimesPass
 from rollplex.passes.residency import ResidencyPass
@@ -31,9 +31,9 @@ def holds(job: Job) -> bool:
 
 
 def full_schedule(module: Module) -> Module:
-    """The module with every mechanism on, through the passes that size its update."""
+    """The module with every mechanism on, through the passes that leave room for its update."""
     full = replace(module, job=module.job.model_copy(update={"ablate": ()})).put(HeldSizes())
-    for p in (LifetimesPass(), ResidencyPass(), ChunkSizesPass()):
+    for p in (LifetimesPass(), ResidencyPass()):
         full = p.run(full)
     return full
 
