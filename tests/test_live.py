@@ -163,7 +163,9 @@ def controller(plan: Plan, step_timeout_s: float) -> tuple[Controller, Callable[
     """One that hears of a training rank what it is told to hear, and knows of no other process."""
     job = Job.model_validate(plan.job)
     run = job.run.model_copy(update={"step_timeout_s": step_timeout_s})
-    rank = SimpleNamespace(process=TRAIN, pid=1 << 23, silence=Silence(60), log="log")
+    rank = SimpleNamespace(
+        process=TRAIN, pid=1 << 23, silence=Silence(60), log="log", child=SimpleNamespace(poll=lambda: None)
+    )
     crew = SimpleNamespace(members={TRAIN: rank}, inbox=SimpleQueue())
     heard = Controller(
         plan, job.model_copy(update={"run": run}), cast(Crew, crew), cast(Tasks, None), lambda event: None,

@@ -32,9 +32,13 @@ def test_text_has_no_pixels(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_crowds_the_host_does_not_fit() -> None:
-    """What the pinned pools and the processes leave of a node holds the batch, or the plan is infeasible."""
+    """What the pinned pools and the processes leave of a node holds the batch, or the plan is infeasible.
+
+    What prefixes save is kept: run again with their groups they leave room.
+    """
     grpo, job = str(ROOT / "examples/grpo.py"), ROOT / "examples/jobs/qwen2_5_vl_32b_h800x8.yaml"
-    sizes = ([f"cluster.host_memory_gb={n}", "cluster.pinned_share=1"] for n in (1400, 670))
+    kept = ("cluster.pinned_share=1", "roles.actor.prefix_saved=host")
+    sizes = ([f"cluster.host_memory_gb={n}", *kept] for n in (1400, 670))
     roomy, crowded = (api.compile_files(grpo, job, overrides).plan for overrides in sizes)
     assert roomy.summary.batch_bytes == pytest.approx(2.31 * 2**30, rel=0.01)
     assert roomy.feasible

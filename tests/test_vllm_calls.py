@@ -16,7 +16,7 @@ from textwrap import dedent
 import pytest
 from packaging.version import Version
 
-from rollplex.backends.vllm import calls, settings, versions
+from rollplex.backends.vllm import calls, environment, versions
 from rollplex.backends.vllm.calls import CALLS, CPU_CALLS, Call
 from rollplex.backends.vllm.facts import FACTS
 from rollplex.backends.vllm.surface import Surface, installed_source
@@ -215,7 +215,7 @@ def test_a_setting_that_the_backend_does_not_work_under_is_refused(monkeypatch: 
     """Newer versions start another model runner, whose buffers nobody lends."""
     monkeypatch.setattr(versions, "installed", lambda: Installed("vllm", Version(HAS_RUN["vllm"])))
     monkeypatch.setattr(versions, "installed_source", lambda: None)
-    for name in settings.FIXED:
+    for name in environment.FIXED:
         monkeypatch.setenv(name, "0")
     assert FACTS.lacking(cpu=False) is None
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

@@ -153,7 +153,10 @@ class PlannedObjects:
 
     @contextmanager
     def lent(self, name: str) -> Iterator[None]:
-        """Pages of an own object while the block runs, before the first iteration."""
+        """Pages of an own object while the block runs, before the first iteration; some are there from the start."""
+        if self.owned[name].start == "hbm":
+            yield
+            return
         self.map(name, "start")
         try:
             yield

@@ -14,13 +14,13 @@ from rollplex.backends.engine import Engine
 from rollplex.backends.live import LiveBatch
 from rollplex.backends.rollout.engine import RolloutEngine
 from rollplex.backends.rollout.sampler import Served
-from rollplex.backends.vllm import settings, versions
+from rollplex.backends.vllm import environment, versions
 from rollplex.ir.errors import RunError
 from rollplex.ir.job import Job
 from rollplex.ir.placement import seat
 from rollplex.ir.plan import Plan
 
-settings.prepare()
+environment.prepare()
 if (_found := versions.installed()) and _found.supported:
     import_module("rollplex.backends.vllm.sampler")
 

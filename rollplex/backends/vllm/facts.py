@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rollplex.backends.facts import Block
 from rollplex.backends.ordering import stacked
-from rollplex.backends.vllm import settings, versions
+from rollplex.backends.vllm import environment, versions
 from rollplex.ir.errors import Problem
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
@@ -69,7 +69,7 @@ class VllmFacts:
     def lacking(self, cpu: bool) -> Problem | None:
         """What keeps this machine from running it: no vLLM, one of another version or form, a setting of the user's."""
         found = versions.installed()
-        if problem := versions.lacking(found, cpu) or settings.refused():
+        if problem := versions.lacking(found, cpu) or environment.refused():
             return problem
         return versions.changed(found, cpu) if found else None
 

