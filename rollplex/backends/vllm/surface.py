@@ -1,7 +1,7 @@
 """Whether an installed vLLM has what the backend uses of it, read from its source: nothing of vLLM is imported.
 
-vllm 0.40.0 has no vllm.v1.worker.gpu_model_runner.GPUModelRunner.kv_caches
-vllm 0.40.0: vllm.engine.arg_utils.EngineArgs takes no block_size
+vllm 0.33.0 has no vllm.v1.worker.gpu_model_runner.GPUModelRunner.kv_caches, which engine vllm uses
+vllm 0.33.0 has vllm.engine.arg_utils.EngineArgs without block_size, which engine vllm uses
 
 A name is looked for where Python would find it: in its module, in what that imports, in the class and its bases, among
 what methods set on `self`.
