@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rollplex.ir.job import load_job
@@ -24,8 +26,8 @@ def decode_s(*overrides: str) -> float:
 
 
 def test_times_follow_the_median_prompt_and_bytes_do_not() -> None:
-    """8192 tokens of budget, 2048 at the median: a quarter of the time; less under a floor of launches."""
-    assert prefix_s("workload.prompt_median=2048") == pytest.approx(prefix_s() / 4, rel=0.1)
+    """8192 tokens of budget, 4608 at the median: so much less time, down to a floor of launches."""
+    assert prefix_s("workload.prompt_median=4608") == pytest.approx(prefix_s() * 4608 / 8192, rel=0.1)
     assert prefix_s("workload.prompt_median=2") == pytest.approx((64 + 32) * EAGER_LAYER_S)
     whole, median = (load_job(CLUSTER, o) for o in ((), ("workload.prompt_median=2048",)))
     assert whole.rollout_kv_need_bytes == median.rollout_kv_need_bytes
@@ -55,3 +57,16 @@ def test_weights_between_pools_take_as_long_as_a_public_engine_took() -> None:
     assert Costs(far).refresh_s() == pytest.approx(23.2, rel=0.2)
     faster = load_job(CLUSTER, ["schedule=disaggregated", "cluster.rollout_gpus=16", "cluster.internode_gb_s=500"])
     assert Costs(faster).refresh_s() < 8
+
+
+def test_small_suffix_steps_take_their_launches_and_say_it_twice() -> None:
+    """8 responses of 40 tokens in one step, or 8 that take 64 layers' launches each; a loss hears them all before."""
+    job = load_job(CLUSTER, ["workload.response_tokens=40", "roles.actor.recompute=none"])
+    costs, work = Costs(job), role_work(job, "actor")
+    launches = work.spec.layers * EAGER_LAYER_S
+    assert [costs.suffix_s(work, 3, step) for step in (8, 1)] == pytest.approx([3 * launches, 24 * launches])
+    assert costs.suffix_s(work, 3) == costs.suffix_s(work, 3, 8)
+    prefix = costs.train_s(work, 3, step=8) - 3 * costs.suffix_s(work, 3, 8)
+    assert costs.train_s(work, 3, step=1) == pytest.approx(prefix + 4 * costs.suffix_s(work, 3, 1))
+    later = replace(work, turn=2)
+    assert costs.suffix_s(later, 3, 8) == pytest.approx(24 * launches)

@@ -133,6 +133,22 @@ def test_what_is_dropped_must_fit_where_it_is_made_again(again: int, place: Plac
     assert found.over_hbm == ({} if place == "dropped" else {train: 3 * GIB})
 
 
+@pytest.mark.parametrize(("prompts", "place"), [(32, "host"), (2, "hbm")])
+def test_larger_suffix_steps_are_worth_what_they_save(prompts: int, place: Place) -> None:
+    """[ 120 GiB of state | 8 of work, or 1 ] in [ 125 GiB ]: the state leaves for steps of many groups, not for those of two."""
+    names = schedule("serial").names()
+    train, update = names[-3], names[-2]
+    state = StateObject("state", "", "permanent", "actor", 120 * GIB, {update: "stream"}, options=BOTH)
+    work = StateObject("work", "", "phase-local", "actor", GIB, {train: "hbm"}, produced=train, workspace=True)
+    sizes = tuple(SizeChoice(m, {"work": m * GIB}) for m in (1, 8))
+    job = load_job(JOB, ["cluster.capacity_gib=125", f"workload.prompts={prompts}"])
+    data = data_of(job, schedule("serial"), Lifetimes((state, work), sizes), Added())
+    assert [size.late_us > 0 for size in data.sizes] == [True, False]
+    found = solve(data)
+    assert found.places["state"][train] == place
+    assert not found.over_hbm
+
+
 def test_an_object_that_nothing_makes_again_is_never_dropped() -> None:
     """`dropped` is for recomputable objects: anything else would lose its contents without a price."""
     lost = StateObject("s", "", "permanent", "actor", GIB, {}, options=frozenset({"hbm", "dropped"}))

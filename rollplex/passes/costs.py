@@ -32,8 +32,9 @@ RING_HOP_S = 5e-6
 """One hop of an all-reduce of one decode step's activations, 2 (tp - 1) of them each. Chosen so that rollout at TP 8 is
 slower than at TP 4 by about what paper section 4.5 measured (1.17 to 1.31 times); weights and KV alone make it faster.
 """
-EAGER_LAYER_S = 5e-4
-"""Least time of one layer's forward in an eager trainer: some 50 launches of 10 us, a floor under short prompts."""
+EAGER_LAYER_S = 1.2e-3
+"""Least time of one layer's forward in an eager trainer, however few tokens there are: 43 ms of 36 layers for one
+response or two on an H200 (benchmarks/results/step_h200.md)."""
 INTERFERENCE_SHARE = 0.021
 """Decode slowdown under MPS default, as a share of decode (paper section 4.6, PerceptionTest)."""
 REMAP_S_PER_GIB = 2.0e-3
@@ -109,7 +110,7 @@ class Costs:
 
     def _tower_s(self, work: Work) -> float:
         """The vision tower on one prompt, or a group's observations, of which every rank of the group has a replica."""
-        if work.turn > 1 and not work.patches:
+        if not work.patches:
             return 0.0
         median = self.prompt_tokens if work.turn == 1 else self.job.workload.prompt_tokens
         patches = work.patches * median // self.job.workload.prompt_tokens
@@ -152,22 +153,27 @@ class Costs:
             return nbytes / (cluster.internode_gb_s * 1e9 / cluster.gpus_per_node)
         return self.exchange_s(nbytes)
 
-    def suffix_s(self, work: Work, prompts: int) -> float:
-        """One forward over all responses of `prompts` prompts."""
-        mean = Lengths.of(self.job).mean
-        return prompts * self._forward_s(work, work.responses * mean, self.history_tokens(work.turn) + mean / 2)
+    def suffix_s(self, work: Work, prompts: int, step: int | None = None) -> float:
+        """One forward over all responses of `prompts` prompts, `step` at a time: of a group, or fewer.
+
+        Behind turn 1 each has a history of its own.
+        """
+        mean, each = Lengths.of(self.job).mean, 1 if work.turn > 1 else step or work.responses
+        one = self._forward_s(work, each * mean, self.history_tokens(work.turn) + mean / 2)
+        return prompts * work.responses / each * one
 
     def whole_s(self, work: Work, prompts: int) -> float:
         """One forward over all responses of `prompts` prompts, each with its own prompt before it."""
         return work.responses * self.prefix_s(work, prompts) + self.suffix_s(work, prompts)
 
-    def score_s(self, work: Work, prompts: int, whole: bool = False) -> float:
+    def score_s(self, work: Work, prompts: int, whole: bool = False, step: int | None = None) -> float:
         """The forward of a frozen role's scoring call."""
-        return self.whole_s(work, prompts) if whole else self.suffix_s(work, prompts)
+        return self.whole_s(work, prompts) if whole else self.suffix_s(work, prompts, step)
 
-    def train_s(self, work: Work, prompts: int, whole: bool = False) -> float:
+    def train_s(self, work: Work, prompts: int, whole: bool = False, step: int | None = None) -> float:
         """Suffix forward and backward, then prefix backward; layer recomputation adds a forward to each.
 
+        A loss sees what is said of a whole group: of one that is taken in several steps, or turns, it is said first.
         A backward is two forwards, one for gradients of inputs and one for those of weights. Frozen base weights have
         none: under LoRA it is one, and the GEMMs of the adapters are added.
         """
@@ -175,7 +181,9 @@ class Costs:
         adapters = prompts * self._adapters_s(work, whole)
         if whole:
             return self.whole_s(work, prompts) * (1 + backward) + adapters
-        return self.suffix_s(work, prompts) * (1 + backward) + prompts * sum(self.prefix_backward_s(work)) + adapters
+        parts = self.job.workload.turn_count > 1 or (step or work.responses) < work.responses
+        suffix = self.suffix_s(work, prompts, step) * (1 + backward + parts)
+        return suffix + prompts * sum(self.prefix_backward_s(work)) + adapters
 
     def prefix_backward_s(self, work: Work) -> tuple[float, float]:
         """Backward of one prompt's prefix: through the language model, then through a tower that is trained."""

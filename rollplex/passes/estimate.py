@@ -18,6 +18,7 @@ from rollplex.ir.module import Module
 from rollplex.ir.plan import Times
 from rollplex.ir.planned_turns import TurnTimes
 from rollplex.ir.streamed_checks import streamed_rules
+from rollplex.passes.chunk_sizes import Chunks
 from rollplex.passes.layout import Layout, layout_of
 from rollplex.passes.leaving import leaving
 from rollplex.passes.residency import Residency
@@ -47,7 +48,7 @@ def colocated_s(module: Module) -> float:
     job, schedule = module.job, module[Schedule]
     cluster = job.cluster.model_copy(update={"rollout_gpus": None})
     together = job.model_copy(update={"schedule": "serial", "cluster": cluster})
-    line = window_seconds(together, schedule, Added.of(together, layout_of(together).summary))
+    line = window_seconds(together, schedule, Added.of(together, layout_of(together).summary), step_of(module))
     return line.decode_s + line.prefix_s + line.post_s + job.workload.environment_s
 
 
@@ -61,8 +62,13 @@ def streamed_s(module: Module, exposed: float) -> float | None:
         schedule = SchedulePass().run(replace(module, job=other))[Schedule]
     except GraphError:
         return None
-    line = window_seconds(other, schedule, Added.of(other, module[Layout].summary))
+    line = window_seconds(other, schedule, Added.of(other, module[Layout].summary), step_of(module))
     return round(sum(t.last_s for t in line.turns) + line.post_s - line.hidden_post_s + exposed, 6)
+
+
+def step_of(module: Module) -> int:
+    """Responses that a suffix step takes."""
+    return module[Chunks].summary.microbatch.suffix_responses
 
 
 def hidden_offload_s(module: Module) -> float:
@@ -96,14 +102,14 @@ class EstimatePass:
     """
 
     name: ClassVar[str] = "estimate"
-    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, Lifetimes, Residency)
+    needs: ClassVar[tuple[type, ...]] = (Schedule, Layout, Lifetimes, Residency, Chunks)
     makes: ClassVar[type] = Estimate
 
     def run(self, module: Module) -> Module:
         """Compute the times from the timeline and the residency solution."""
         schedule, residency = module[Schedule], module[Residency]
         exposed = residency.exposed_s
-        line = window_seconds(module.job, schedule, Added.of(module.job, module[Layout].summary))
+        line = window_seconds(module.job, schedule, Added.of(module.job, module[Layout].summary), step_of(module))
         # One after the other it is known which prompts complete before their prefixes run.
         known = module.job.workload.prompts / module.job.sampled if schedule.overlapped else 1.0
         rest = line.environment_s + line.post_s + exposed

@@ -161,7 +161,7 @@ def _priced(window: str, place: Residency, base: dict[str, float] | None, other:
     return Move(
         window,
         place,
-        exposed_s=by["exposed seconds"],
+        exposed_s=by["seconds lost"],
         peak_bytes=round(by["peak bytes"]),
         moved_bytes=round(by["bytes moved"]),
         over_bytes=round(other["bytes over capacity"]),

@@ -12,14 +12,17 @@ Data        o, w     object, window              w-1      the window of A[o] bef
             g[w]     seconds of compute of w, behind which saved states (recomputable objects) stream
             M[w]     moments of w: of the update, if it makes a released snapshot again, those at which most is there;
                      b[o,m] bytes of o then (releasing.py); q[w] seconds that its pages take to go and come
-            a(o,v) bytes of v if it has room to make o again, for a saved state o and a workspace v
+            m        responses of a group that a suffix step takes, a divisor of it; L[m] seconds that all suffix steps
+                     take longer than with the best m: each takes as long as its launches at least (Costs)
+            W[m,v] bytes of a suffix workspace v then, at least b[v]; a(m,o,v) with room to make a saved state o again
             k        a stretch: all overlapped windows of a turn of phase P1 together, every other window alone
             slack[k] seconds of transfer that hide in it: the decode tail that the prefixes leave over, or all of decode
                      where rollout has GPUs of its own; between turns the environment's too
 Variables   h, c, d[o,w]   o is in HBM / at the host / dropped in w      over[p,w], short[p,w]  bytes over C and H
             up, down[o,w]  o moves host -> HBM / HBM -> host before w        V      the most bytes over a capacity
             z[o]           o leaves in pieces, in f(o)
-            G[v]           bytes that v has beyond b[v], to make again what is dropped; none of other objects
+            x[m]           m responses a suffix step
+            G[v]           bytes that v has beyond b[v], for larger steps or to make again what is dropped; v alone
             s[w]           seconds by which saved states outlast the compute of w
             e[k]           exposed seconds                                   P      peak bytes
             T              peak bytes within the last tenth of C
@@ -39,9 +42,12 @@ Constraints (1)  h + c + d = 1                                 w in A[o]
             (11) V >= over[p,w],  V >= short[p,w]
             (12) z[o] <= down[o,n(o)]
             (13) T >= P - 9/10 C
-            (14) G[v] >= (a(o,v) - b[v]) d[o,w]                w in A[o], o recomputable
-Objective   V, bytes over capacity in all windows, exposed time, T, bytes moved, peak. V > 0 is infeasible; then C + V
-            is the least capacity that would do, and the second objective keeps the other windows as they must be.
+            (14) G[v] >= a(m,o,v) - b[v]  if x[m] and d[o,w]   w in A[o], o recomputable
+            (15) sum_m x[m] = 1
+            (16) G[v] >= sum_m (W[m,v] - b[v]) x[m]
+Objective   V, bytes over capacity in all windows, exposed time and L[m] together, T, bytes moved, peak. V > 0 is
+            infeasible; then C + V is the least capacity that would do, and the second objective keeps the other windows
+            as they must be. Steps as large as x says have room; chunk_sizes.py takes the largest that have.
             What fits with a tenth to spare does not move; closer to C room is worth more than a quiet link.
 Transfers of one stretch are added up, though the link is duplex: exposed time is never told too small.
 """
@@ -110,12 +116,13 @@ class Model:
     def __init__(self, data: Data) -> None:
         self.data, self.cp = data, cp_model.CpModel()
         pairs = [(o.name, w) for o in data.items for w in o.alive]
-        total = sum(o.units + sum(o.again.values()) for o in data.items)
+        total = sum(o.units for o in data.items) + sum(size.most for size in data.sizes)
         self.at: dict[tuple[str, str, Place], cp_model.IntVar] = {
             (o, w, p): self.cp.new_bool_var(f"{p}[{o},{w}]") for o, w in pairs for p in PLACES
         }
         self.up = {(o, w): self.cp.new_bool_var(f"up[{o},{w}]") for o, w in pairs}
         self.down = {(o, w): self.cp.new_bool_var(f"down[{o},{w}]") for o, w in pairs}
+        self.step = {size.responses: self.cp.new_bool_var(f"x[{size.responses}]") for size in data.sizes}
         self.grown = {v: self.cp.new_int_var(0, total, f"G[{v}]") for v in data.grown}
         self.in_pieces = {o.name: self.cp.new_bool_var(f"z[{o.name}]") for o in data.items if o.leaves}
         spots = list(itertools.product(data.pools, data.windows))
@@ -147,10 +154,11 @@ class Model:
         """In order: a plan that does not fit has no time."""
         moved = sum(o.units * self.moves(o, w) for o in self.data.items for w in o.alive)
         over = sum(self.over.values()) + sum(self.short.values())
+        lost = sum(self.exposed) + sum(size.late_us * self.step[size.responses] for size in self.data.sizes)
         return [
             Objective("bytes over capacity", self.most_over, UNIT),
             Objective("bytes over in all windows", over, UNIT),
-            Objective("exposed seconds", sum(self.exposed), 1e-6),
+            Objective("seconds lost", lost, 1e-6),
             Objective("bytes in the last tenth", self.near, UNIT),
             Objective("bytes moved", moved, UNIT),
             Objective("peak bytes", self.peak, UNIT),
@@ -267,9 +275,25 @@ def leaving_in_pieces(m: Model) -> None:
 def made_again(m: Model) -> None:
     """(14)."""
     units = {o.name: o.units for o in m.data.items}
-    for o in m.data.items:
-        for (v, again), w in itertools.product(o.again.items(), o.alive):
-            m.cp.add(m.grown[v] >= (again - units[v]) * m.at[o.name, w, "dropped"])
+    saved = [o for o in m.data.items if o.recomputable]
+    for size, o in itertools.product(m.data.sizes, saved):
+        for (v, again), w in itertools.product(size.again.get(o.name, {}).items(), o.alive):
+            if again > units[v]:
+                taken = (m.step[size.responses], m.at[o.name, w, "dropped"])
+                m.cp.add(m.grown[v] >= again - units[v]).only_enforce_if(*taken)
+
+
+def one_step(m: Model) -> None:
+    """(15)."""
+    m.cp.add_exactly_one(m.step.values())
+
+
+def larger_steps(m: Model) -> None:
+    """(16)."""
+    units = {o.name: o.units for o in m.data.items}
+    for v, grown in m.grown.items():
+        more = (size.units.get(v, units[v]) - units[v] for size in m.data.sizes)
+        m.cp.add(grown >= sum(n * x for n, x in zip(more, m.step.values(), strict=True)))
 
 
 FAMILIES: tuple[Family[Model], ...] = (
@@ -287,6 +311,8 @@ FAMILIES: tuple[Family[Model], ...] = (
     Family(12, "what leaves in pieces leaves", leaving_in_pieces),
     Family(13, "room close to capacity", near_capacity),
     Family(14, "room to make again what is dropped", made_again),
+    Family(15, "one size of suffix step", one_step),
+    Family(16, "room for larger suffix steps", larger_steps),
 )
 
 

@@ -29,7 +29,7 @@ UNIT = 4096
 class Item:
     """An object o of the maths: b, A and F in `units`, `places`; p of o in `pool`; S and t(.) in microseconds.
 
-    f(o) is `final`, empty for what leaves as a whole; r(o) is `early_us`; a(o,v) is `again`, by workspace.
+    f(o) is `final`, empty for what leaves as a whole; r(o) is `early_us`.
     """
 
     name: str
@@ -42,7 +42,6 @@ class Item:
     streams: frozenset[str] = frozenset()
     link_us: int = 0
     recompute_us: int = 0
-    again: dict[str, int] = field(default_factory=dict)
     final: str = ""
     early_us: int = 0
 
@@ -66,6 +65,21 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Size:
+    """m `responses` a suffix step: L[m] in microseconds, W[m,v] in units, a(m,o,v) by saved state and workspace."""
+
+    responses: int = 1
+    late_us: int = 0
+    units: dict[str, int] = field(default_factory=dict)
+    again: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        """Units of all workspaces at most."""
+        return sum(self.units.values()) + sum(n for sizes in self.again.values() for n in sizes.values())
+
+
+@dataclass(frozen=True)
 class Stretch:
     """A stretch k: its windows, and the microseconds of transfer that hide in them."""
 
@@ -85,11 +99,13 @@ class Data:
     compute_us: dict[str, int]
     moments: dict[str, tuple[dict[str, int], ...]] = field(default_factory=dict)
     remap_us: dict[str, int] = field(default_factory=dict)
+    sizes: tuple[Size, ...] = (Size(),)
 
     @property
     def grown(self) -> tuple[str, ...]:
-        """Every workspace v in which something is made again."""
-        return tuple(dict.fromkeys(v for o in self.items for v in o.again))
+        """Every workspace v that may be larger than it is listed."""
+        found = (v for size in self.sizes for names in (size.units, *size.again.values()) for v in names)
+        return tuple(dict.fromkeys(found))
 
     def moments_of(self, window: str) -> tuple[dict[str, int], ...]:
         """M[w]: of each moment the units of what grows or shrinks; in other windows nothing does."""
@@ -127,19 +143,36 @@ def _released(module: Module, data: Data) -> Data:
 
 def data_of(job: Job, schedule: Schedule, lifetimes: Lifetimes, added: Added) -> Data:
     """The data of these objects under a job."""
-    timeline, smallest = window_seconds(job, schedule, added), next(iter(lifetimes.choices), None)
-    again = smallest.again if smallest else {}
+    timeline = window_seconds(job, schedule, added)
     return Data(
         windows=schedule.names(),
-        items=tuple(_item(job, schedule.names(), o, again.get(o.name, {})) for o in lifetimes.objects),
+        items=tuple(_item(job, schedule.names(), o) for o in lifetimes.objects),
         capacity=job.capacity_bytes // UNIT,
         host_capacity=job.host_pool_bytes // job.cluster.gpus_per_node // UNIT,
         stretches=_stretches(schedule, timeline),
         compute_us={w: round(seconds * 1e6) for w, seconds in timeline.compute.items()},
+        sizes=_sizes(job, schedule, lifetimes, added) or (Size(),),
     )
 
 
-def _item(job: Job, windows: tuple[str, ...], o: StateObject, again: dict[str, int]) -> Item:
+def _sizes(job: Job, schedule: Schedule, lifetimes: Lifetimes, added: Added) -> tuple[Size, ...]:
+    post = {c.responses: window_seconds(job, schedule, added, c.responses).post_s for c in lifetimes.choices}
+    return tuple(
+        Size(
+            responses=c.responses,
+            late_us=round((post[c.responses] - min(post.values())) * 1e6),
+            units=_units(c.nbytes),
+            again={saved: _units(sizes) for saved, sizes in c.again.items()},
+        )
+        for c in lifetimes.choices
+    )
+
+
+def _units(nbytes: dict[str, int]) -> dict[str, int]:
+    return {name: -(-n // UNIT) for name, n in nbytes.items()}
+
+
+def _item(job: Job, windows: tuple[str, ...], o: StateObject) -> Item:
     assert "dropped" not in o.options or o.recomputable, f"{o.name} may be dropped, but nothing makes it again"
     alive, costs = o.alive(windows), Costs(job)
     early, final = _early(job, o)
@@ -155,7 +188,6 @@ def _item(job: Job, windows: tuple[str, ...], o: StateObject, again: dict[str, i
         streams=frozenset(w for w, how in o.uses.items() if how == "stream"),
         link_us=round(costs.link_s(o.nbytes) * 1e6),
         recompute_us=round(remake * 1e6),
-        again={workspace: -(-nbytes // UNIT) for workspace, nbytes in again.items()},
         final=final,
         early_us=early,
     )

@@ -114,10 +114,10 @@ class Added:
         return cls(sum(c.decode_s for c in layout.classes), layout.exchange_s + rebuild)
 
 
-def window_seconds(job: Job, schedule: Schedule, added: Added) -> Timeline:
-    """The timeline of a job under a schedule."""
+def window_seconds(job: Job, schedule: Schedule, added: Added, step: int | None = None) -> Timeline:
+    """The timeline of a job under a schedule, a suffix step taking so many responses, or else a whole group."""
     windows, rounds = schedule.windows, _rounds_s(job)
-    own = {w.name: _window_s(job, schedule, w) for w in windows if w.kind not in ("decode", "stream", "publish")}
+    own = {w.name: _window_s(job, schedule, w, step) for w in windows if w.kind not in ("decode", "stream", "publish")}
     compute = {w.name: added.publish_s if w.kind == "publish" else own.get(w.name, 0.0) for w in windows}
     compute |= {"P1 sample": sum(rounds)} if rounds else {}
     each = added.decode_s / len(schedule.turns)
@@ -191,7 +191,7 @@ def _rounds_s(job: Job) -> list[float]:
     return [_decode_s(job, 1, prompts) for prompts in job.sampled_per_engine[:-1]]
 
 
-def _window_s(job: Job, schedule: Schedule, window: Window) -> float:
+def _window_s(job: Job, schedule: Schedule, window: Window, step: int | None) -> float:
     costs, role = Costs(job), window.role
     prompts = 1 if window in schedule.streaming else job.prompts_of(role)  # the last group
     calls = [(turn_work(job, role, c.turn), c.op == "whole") for c in schedule.work(window) if c.op != "generate"]
@@ -199,9 +199,9 @@ def _window_s(job: Job, schedule: Schedule, window: Window) -> float:
         case "prefix":
             return sum(costs.prefix_s(work, job.prefixes_of(role)) for work, _ in calls)
         case "score":
-            return sum(costs.score_s(work, prompts, whole) for work, whole in calls)
+            return sum(costs.score_s(work, prompts, whole, step) for work, whole in calls)
         case "train":
-            own = sum(costs.train_s(work, prompts, whole) for work, whole in calls)
+            own = sum(costs.train_s(work, prompts, whole, step) for work, whole in calls)
             return own + _with_group_s(job, schedule, role)
         case _:
             return costs.adam_s(updated_parameters(job, window.role))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from oracles.base import Oracle, Order, solve
 from rollplex.ir.plan import Residency as Place
 from rollplex.passes.residency import FAMILIES, Model, read
-from rollplex.passes.residency_data import PLACES, Data, Item, Stretch
+from rollplex.passes.residency_data import PLACES, Data, Item, Size, Stretch
 from rollplex.passes.solver import Family, constrain
 
 OBJECTIVES = (
-    *("bytes over capacity", "bytes over in all windows", "exposed seconds"),
+    *("bytes over capacity", "bytes over in all windows", "seconds lost"),
     *("bytes in the last tenth", "bytes moved", "peak bytes"),
 )
 Assignment = dict[tuple[str, str], frozenset[Place]]
@@ -38,16 +38,17 @@ def legal(data: Data, at: Assignment) -> bool:
 
 
 def worth(data: Data, at: Assignment) -> dict[str, int]:
-    """The objectives of a legal assignment: what may leave in pieces does where that is best."""
+    """The objectives of a legal assignment: what may leave in pieces does where that is best, steps are the best too."""
     may = [o.name for o in data.items if o.leaves and turned(o, at, o.leaves) and at[o.name, o.leaves] != {"hbm"}]
-    choices = (set(c) for n in range(len(may) + 1) for c in itertools.combinations(may, n))
-    return min((worth_of(data, at, pieces) for pieces in choices), key=lambda v: tuple(v.values()))
+    choices = [set(c) for n in range(len(may) + 1) for c in itertools.combinations(may, n)]
+    every = (worth_of(data, at, pieces, size) for pieces in choices for size in data.sizes)
+    return min(every, key=lambda v: tuple(v.values()))
 
 
-def worth_of(data: Data, at: Assignment, pieces: set[str]) -> dict[str, int]:
-    """The objectives where these objects leave in pieces."""
+def worth_of(data: Data, at: Assignment, pieces: set[str], size: Size) -> dict[str, int]:
+    """The objectives where these objects leave in pieces, and suffix steps have this size."""
     spots = list(itertools.product({o.pool for o in data.items}, data.windows))
-    held = {(p, w): held_in(data, at, p, w) for p, w in spots}
+    held = {(p, w): held_in(data, at, p, w, size) for p, w in spots}
     leaving = {(o.pool, o.final): 0 for o in data.items}
     for o in (o for o in data.items if o.name in pieces):
         leaving[o.pool, o.final] += o.units
@@ -58,23 +59,25 @@ def worth_of(data: Data, at: Assignment, pieces: set[str]) -> dict[str, int]:
         w: sum(o.link_us - o.early_us for o in data.items if o.name in pieces and o.leaves == w) for w in data.windows
     }
     exposed = sum(max(0, sum(busy(data, at, w) - saved[w] for w in k.windows) - k.slack_us) for k in data.stretches)
+    lost = exposed + size.late_us
     moved = sum(o.units * crossings(o, at, w) for o in data.items for w in o.places)
     peak = max(held.values())
     near = max(0, peak - (data.capacity - data.capacity // 10))
-    return dict(zip(OBJECTIVES, (max(excess), sum(excess), exposed, near, moved, peak), strict=True))
+    return dict(zip(OBJECTIVES, (max(excess), sum(excess), lost, near, moved, peak), strict=True))
 
 
-def held_in(data: Data, at: Assignment, pool: str, w: str) -> int:
-    """Pages in HBM at the fullest of the moments of a window, with those in which something dropped is made again."""
+def held_in(data: Data, at: Assignment, pool: str, w: str, size: Size) -> int:
+    """Pages in HBM at the fullest of the moments of a window, with those that workspaces have beyond their own."""
     here = [o for o in data.items if o.pool == pool and at.get((o.name, w)) == {"hbm"}]
-    more = sum(grown(data, at, o) for o in here)
+    more = sum(grown(data, at, o, size) for o in here)
     return more + max(sum(then.get(o.name, o.units) for o in here) for then in data.moments.get(w, ({},)))
 
 
-def grown(data: Data, at: Assignment, workspace: Item) -> int:
-    """Pages that a workspace has beyond its own: the most that any one dropped state needs of it."""
-    dropped = [o for o in data.items if any(at[o.name, w] == {"dropped"} for w in o.places)]
-    return max([0, *(o.again.get(workspace.name, 0) - workspace.units for o in dropped)])
+def grown(data: Data, at: Assignment, workspace: Item, size: Size) -> int:
+    """Pages that a workspace has beyond its own: the most that a step or any one dropped state needs of it."""
+    dropped = [o.name for o in data.items if o.recomputable and any(at[o.name, w] == {"dropped"} for w in o.places)]
+    again = [size.again.get(name, {}).get(workspace.name, 0) for name in dropped]
+    return max(0, *(n - workspace.units for n in (*again, size.units.get(workspace.name, 0))))
 
 
 def pinned_in(data: Data, at: Assignment, pool: str, w: str) -> int:
@@ -142,7 +145,7 @@ class Instance:
 
 SMALL, TIMES = st.integers(1, 6), st.integers(0, 9)
 FREE: list[frozenset[Place]] = [frozenset({"hbm"}), frozenset({"hbm", "host"}), frozenset({"host"})]
-AGAIN = st.fixed_dictionaries({"work": st.integers(1, 9)})
+WORK = st.fixed_dictionaries({"work": st.integers(1, 9)})
 SAVED = [frozenset(c) for n in (1, 2, 3) for c in itertools.combinations(PLACES, n)]
 
 
@@ -179,10 +182,17 @@ def workspaces(draw: st.DrawFn, windows: tuple[str, ...]) -> Item:
 
 
 @st.composite
+def sizes(draw: st.DrawFn, responses: int, others: Sequence[Item]) -> Size:
+    """Steps of so many responses: time, room in the workspace, and to make each saved state again."""
+    again = {o.name: draw(WORK) for o in others if o.recomputable and draw(st.booleans())}
+    return Size(responses, draw(TIMES), draw(st.one_of(st.just({}), WORK)), again)
+
+
+@st.composite
 def instances(draw: st.DrawFn) -> Instance:
     """Two to four windows, one to three objects, capacities that may be too small, stretches with slack.
 
-    Now and then a workspace too, in which saved states that are dropped are made again.
+    Now and then a workspace too, which larger steps need more of, and saved states that are made again.
     """
     windows = tuple("abcd")[: draw(st.integers(2, 4))]
     together = draw(st.integers(1, len(windows)))
@@ -190,8 +200,10 @@ def instances(draw: st.DrawFn) -> Instance:
     drawn = tuple(draw(items(f"o{i}", windows)) for i in range(draw(st.integers(1, 3))))
     moment = st.fixed_dictionaries({o.name: st.integers(0, o.units) for o in drawn[:2]})
     remade = draw(st.sampled_from(("", windows[-1])))
+    steps: tuple[Size, ...] = (Size(),)
     if draw(st.booleans()):
-        drawn = (*(replace(o, again=draw(AGAIN)) if o.recomputable else o for o in drawn), draw(workspaces(windows)))
+        steps = tuple(draw(sizes(m, drawn)) for m in range(1, draw(st.integers(1, 3)) + 1))
+        drawn = (*drawn, draw(workspaces(windows)))
     data = Data(
         windows=windows,
         items=drawn,
@@ -201,6 +213,7 @@ def instances(draw: st.DrawFn) -> Instance:
         compute_us={w: draw(TIMES) for w in windows},
         moments={remade: tuple(draw(st.lists(moment, min_size=1, max_size=2)))} if remade else {},
         remap_us={remade: draw(TIMES)} if remade else {},
+        sizes=steps,
     )
     return Instance(data, some_assignment(data, random.Random(draw(st.integers(0, 2**32)))))
 
