@@ -135,7 +135,7 @@ def test_what_is_dropped_must_fit_where_it_is_made_again(again: int, place: Plac
 
 @pytest.mark.parametrize(("prompts", "place"), [(32, "host"), (2, "hbm")])
 def test_larger_suffix_steps_are_worth_what_they_save(prompts: int, place: Place) -> None:
-    """[ 120 GiB of state | 8 of work, or 1 ] in [ 125 GiB ]: the state leaves for steps of many groups, not for those of two."""
+    """[ 120 GiB of state | 8 of work, or 1 ] in [ 125 GiB ]: it leaves for many groups, not for two."""
     names = schedule("serial").names()
     train, update = names[-3], names[-2]
     state = StateObject("state", "", "permanent", "actor", 120 * GIB, {update: "stream"}, options=BOTH)

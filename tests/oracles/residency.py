@@ -38,7 +38,7 @@ def legal(data: Data, at: Assignment) -> bool:
 
 
 def worth(data: Data, at: Assignment) -> dict[str, int]:
-    """The objectives of a legal assignment: what may leave in pieces does where that is best, steps are the best too."""
+    """The objectives of a legal assignment, with the best steps: what may leave in pieces does where that is best."""
     may = [o.name for o in data.items if o.leaves and turned(o, at, o.leaves) and at[o.name, o.leaves] != {"hbm"}]
     choices = [set(c) for n in range(len(may) + 1) for c in itertools.combinations(may, n)]
     every = (worth_of(data, at, pieces, size) for pieces in choices for size in data.sizes)
