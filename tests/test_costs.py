@@ -51,6 +51,23 @@ def test_short_answers_end_before_the_budget() -> None:
     assert Lengths.of(load_job(CLUSTER, ["workload.response_median=400"])).longest == 2048
 
 
+def test_an_engine_prefills_its_prompts_before_it_decodes() -> None:
+    """Once for a group: the FLOPs of each prompt through tower and model, over the ranks; half as many take half."""
+    job = load_job(CLUSTER)
+    costs, spec, tp, prompts = Costs(job), job.spec, job.rollout_tp, job.prompts_per_engine
+    tokens, work = job.workload.prompt_tokens, role_work(job, "actor")
+    vision = 2 * spec.vision_parameters * work.patches
+    flops = prompts * (
+        tokens * (2 * spec.active_parameters + 4 * spec.layers * spec.heads * spec.head_dim * tokens / 2) + vision
+    )
+    hidden = prompts * tokens * spec.hidden * 2
+    sums = 2 * spec.layers * costs.all_reduce_s(hidden, tp)
+    assert costs.prefill_s(tp, prompts) == pytest.approx(flops / tp / costs.flops_per_s + sums)
+    assert costs.prefill_s(tp, prompts // 2) == pytest.approx(costs.prefill_s(tp, prompts) / 2, rel=0.01)
+    parts = costs.decode_parts(spec.rank_parameters(tp, "language") * 2, tp, prompts)
+    assert decode_s() == pytest.approx(costs.prefill_s(tp, prompts) + sum(s for s, _ in parts))
+
+
 def test_weights_between_pools_take_as_long_as_a_public_engine_took() -> None:
     """32 B over 400 Gb/s links: 23.2 s were measured, 20 s are on the line through two other sizes."""
     far = load_job(CLUSTER, ["schedule=disaggregated", "cluster.rollout_gpus=16"])

@@ -102,16 +102,23 @@ def _row(part: Part, way: Way, decode_s: float, hidden_s: float) -> PolicyRow:
 
 
 def parts_of(job: Job, decode_s: float) -> tuple[Part, ...]:
-    """The parts of the last round's decode, which takes `decode_s` seconds in all; those of equal batches are one."""
+    """The parts of the last round's decode, which takes `decode_s` seconds in all; those of equal batches are one.
+
+    The engine's own prefill is in the first.
+    """
     prompts = job.sampled_per_engine[-1]
-    found = list(Costs(job).decode_parts(decoded_bytes(job), job.rollout_tp, prompts))
-    stretch = decode_s / sum(seconds for seconds, _ in found)
-    seconds: dict[int, float] = {}
+    found, prefill_s = list(_decoding(job, prompts)), Costs(job).prefill_s(job.rollout_tp, prompts)
+    stretch = (decode_s - prefill_s) / sum(seconds for seconds, _ in found)
     live = prompts * job.group
+    seconds: dict[int, float] = {live: prefill_s}
     for i, (part_s, decoding) in enumerate(found):
         live = min(live, max(1, math.ceil(decoding - 1e-9))) if i else live
         seconds[live] = seconds.get(live, 0.0) + part_s * stretch
     return tuple(Part(live, alone_s) for live, alone_s in seconds.items())
+
+
+def _decoding(job: Job, prompts: int) -> Iterator[tuple[float, float]]:
+    return Costs(job).decode_parts(decoded_bytes(job), job.rollout_tp, prompts)
 
 
 def shared(job: Job, decode_s: float, prefix_s: float) -> CoRun | None:

@@ -14,7 +14,7 @@ from rollplex.ir.calibration import Calibration
 from rollplex.ir.job import Job
 from rollplex.ir.lora import lora_of, served_spec
 from rollplex.ir.models import ModelSpec
-from rollplex.ir.work import Work, trains_vision
+from rollplex.ir.work import Work, trains_vision, turn_work
 from rollplex.passes.lengths import Decode, Lengths
 
 COMPUTE_EFFICIENCY = 0.45
@@ -112,10 +112,13 @@ class Costs:
         """The vision tower on one prompt, or a group's observations, of which every rank of the group has a replica."""
         if not work.patches:
             return 0.0
-        median = self.prompt_tokens if work.turn == 1 else self.job.workload.prompt_tokens
-        patches = work.patches * median // self.job.workload.prompt_tokens
         blocks = work.spec.vision.depth if work.spec.vision else 0
-        return max(vision_flops(work.spec, patches) / self.flops_per_s, blocks * EAGER_LAYER_S)
+        return max(vision_flops(work.spec, self._patches(work)) / self.flops_per_s, blocks * EAGER_LAYER_S)
+
+    def _patches(self, work: Work) -> int:
+        """Of a typical prompt, or of what a turn's group sees."""
+        median = self.prompt_tokens if work.turn == 1 else self.job.workload.prompt_tokens
+        return work.patches * median // self.job.workload.prompt_tokens
 
     def _forward_s(self, work: Work, tokens: float, context: float) -> float:
         """One forward of the language model: its GEMMs, and two all-reduces a layer (or their halves, gathered)."""
@@ -203,21 +206,27 @@ class Costs:
         return parameters * 30 / self.hbm_bytes_per_s
 
     def decode_s(self, weight_bytes: float, tp: int, prompts: int, turn: int = 1, until: float | None = None) -> float:
-        """Standalone decode of one engine's `prompts`, the live batch shrinking, and what a cut tail prefills again.
+        """Standalone decode of one engine's `prompts`, the live batch shrinking, behind the engine's own prefill.
 
         With `until` only to the time at which responses have so many tokens.
         """
         parts = self.decode_parts(weight_bytes, tp, prompts, turn, until)
-        return self.prefill_again_s(Decode.of(self.job, prompts), tp) + sum(seconds for seconds, _ in parts)
+        return self.prefill_s(tp, prompts, turn) + sum(seconds for seconds, _ in parts)
 
-    def prefill_again_s(self, decode: Decode, tp: int) -> float:
-        """Prompts beyond those of the step, and tokens of responses that go on: none where all are awaited."""
-        prompts, tokens = decode.prefilled_again
-        prompt = self.prompt_tokens
-        flops = prompts * forward_flops(self.job.spec, prompt, prompt / 2) + forward_flops(
-            self.job.spec, tokens, prompt + decode.ends
-        )
-        return flops / tp / self.flops_per_s
+    def prefill_s(self, tp: int, prompts: int, turn: int = 1) -> float:
+        """Tower and prefill of the rollout engine: `prompts` once for all of a group, or what its histories saw since.
+
+        Responses that go on from the step before are prefilled too, for their KV is of other weights.
+        """
+        work, decode = turn_work(self.job, self.job.policy, turn), Decode.of(self.job, prompts)
+        turns = self.job.workload.turns if turn > 1 else None
+        seen = turns.observation_tokens if turns else self.prompt_tokens
+        tokens = prompts * (self.job.group if turns else 1) * seen
+        seconds = self._compute_s(self.job.spec, seen, self.history_tokens(turn) - seen / 2) * tokens / seen
+        seconds += prompts * vision_flops(self.job.spec, self._patches(work)) / self.flops_per_s
+        own = forward_flops(self.job.spec, decode.carried_tokens, self.prompt_tokens + decode.ends)
+        hidden = tokens * self.job.spec.hidden * self.job.itemsize
+        return (seconds + own / self.flops_per_s) / tp + 2 * self.job.spec.layers * self.all_reduce_s(hidden, tp)
 
     def decode_parts(
         self, weight_bytes: float, tp: int, prompts: int, turn: int = 1, until: float | None = None

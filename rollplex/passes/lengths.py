@@ -132,10 +132,9 @@ class Decode:
         yield max(self.sampled * self.group / self.engines * (1 - self.lengths.done(tokens)), 1.0), tokens
 
     @property
-    def prefilled_again(self) -> tuple[float, float]:
-        """(prompts, own tokens) that one engine prefills beyond what `full` does; weights changed, so no KV is kept."""
-        more = (self.sampled - self.prompts) / self.engines
+    def carried_tokens(self) -> float:
+        """Own tokens of responses of one engine that go on in this step; weights changed, so no KV is kept."""
         if self.kind != "partial":
-            return more, 0.0
+            return 0.0
         responses = self.prompts * self.group / self.engines
-        return more, sum(responses * age * (1 - self.lengths.done(age)) for age in self._ages(self.ends))
+        return sum(responses * age * (1 - self.lengths.done(age)) for age in self._ages(self.ends))
