@@ -175,7 +175,15 @@ def tower_forward(work: Work) -> Formula:
     if vision is None:
         return NOTHING
     each = pixels(vision) + n(5) * n(vision.hidden, "tower hidden") + n(4) * n(vision.ffn, "tower ffn")
-    return n(work.patches, "patches") * each * n(work.itemsize, "B")
+    return n(work.patches, "patches") * each * n(work.itemsize, "B") + odd_weights(work, vision)
+
+
+def odd_weights(work: Work, vision: VisionSpec, copies: int = 1) -> Formula:
+    """Gate and up joined, down with zeros behind: where rows of the MLP are no multiple of 16 bytes."""
+    row = -(-vision.ffn * work.itemsize // 16) * 16
+    if row == vision.ffn * work.itemsize:
+        return NOTHING
+    return part("odd weights", n(3 * copies) * n(vision.hidden, "tower hidden") * n(row, "B a row"))
 
 
 def pixels(vision: VisionSpec) -> Formula:
@@ -249,11 +257,13 @@ def _by_blocks(work: Work, queries: int, keys: int) -> Formula:
 def _prefix_backward(work: Work) -> Formula:
     t, tokens = Tokens(work, work.prompt_tokens), work.local(work.prompt_tokens)
     layer = t.layer() + n(2) * t.layer_input() + n(2) * t.scores() + t.in_flight()
-    tower = (10, 4 if work.spec.moe else 7)
+    vision, moe = work.spec.vision, work.spec.moe is not None
+    odd = odd_weights(work, vision, 2) if vision else NOTHING
+    tower = patches_bytes(work, (10, (4 if moe else 7) + (1 if odd.value else 0))) + odd
     apart = part("prefix sums apart", _sums_apart(work, tokens, work.prompt_tokens))
     language = _tokens(tokens) * layer + apart + _sent(work, tokens)
     again = part("made again", megatron_saved(work)) if work.dropped else NOTHING
-    return again + largest(language, patches_bytes(work, tower) if work.vision_grad else NOTHING)
+    return again + largest(language, tower if work.vision_grad else NOTHING)
 
 
 def megatron_whole(work: Work) -> Formula:

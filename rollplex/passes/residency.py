@@ -67,6 +67,7 @@ from rollplex.ir.plan import SolverResult
 from rollplex.passes.layout import Layout
 from rollplex.passes.releasing import Choice, choices
 from rollplex.passes.residency_data import PLACES, UNIT, Data, Item, gather
+from rollplex.passes.residency_steps import larger_steps, made_again, one_step
 from rollplex.passes.schedule import Schedule
 from rollplex.passes.solver import Family, Objective, Solution, constrain, minimise
 from rollplex.passes.state import HeldSizes, Lifetimes
@@ -270,30 +271,6 @@ def leaving_in_pieces(m: Model) -> None:
     for o in m.data.items:
         if o.leaves:
             m.cp.add(m.in_pieces[o.name] <= m.down[o.name, o.leaves])
-
-
-def made_again(m: Model) -> None:
-    """(14)."""
-    units = {o.name: o.units for o in m.data.items}
-    saved = [o for o in m.data.items if o.recomputable]
-    for size, o in itertools.product(m.data.sizes, saved):
-        for (v, again), w in itertools.product(size.again.get(o.name, {}).items(), o.alive):
-            if again > units[v]:
-                taken = (m.step[size.responses], m.at[o.name, w, "dropped"])
-                m.cp.add(m.grown[v] >= again - units[v]).only_enforce_if(*taken)
-
-
-def one_step(m: Model) -> None:
-    """(15)."""
-    m.cp.add_exactly_one(m.step.values())
-
-
-def larger_steps(m: Model) -> None:
-    """(16)."""
-    units = {o.name: o.units for o in m.data.items}
-    for v, grown in m.grown.items():
-        more = (size.units.get(v, units[v]) - units[v] for size in m.data.sizes)
-        m.cp.add(grown >= sum(n * x for n, x in zip(more, m.step.values(), strict=True)))
 
 
 FAMILIES: tuple[Family[Model], ...] = (

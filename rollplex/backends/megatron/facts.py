@@ -13,6 +13,7 @@ from rollplex.backends.attention_sums import backward_sums_bytes
 from rollplex.backends.facts import Block
 from rollplex.backends.megatron import sizes
 from rollplex.backends.ordering import grouped
+from rollplex.backends.row_bytes import odd_mlp_bytes
 from rollplex.ir.models import ModelSpec
 from rollplex.ir.serving import Serving
 from rollplex.ir.spec import VisionSpec
@@ -23,12 +24,26 @@ HEAD_CHUNK_TOKENS = 2048
 
 
 def _tower_forward(work: Work) -> int:
-    """Live temporaries of the tower: its pixels; gate, up and both together, beside hidden states and their norm."""
+    """Live temporaries of the tower: its pixels; gate, up and both together, beside hidden states and their norm.
+
+    Of a GPU's products of odd rows gate and up are one, and the product is there once more, with zeros behind.
+    """
     v = work.spec.vision
     if v is None:
         return 0
     pixels = v.channels * v.temporal_patch * v.patch**2
-    return work.patches * (pixels + 5 * v.hidden + 4 * v.ffn) * work.itemsize
+    weights = odd_mlp_bytes(v.hidden, v.ffn, work.itemsize)
+    return work.patches * (pixels + 5 * v.hidden + 4 * v.ffn) * work.itemsize + weights
+
+
+def _tower_backward(work: Work, v: VisionSpec) -> int:
+    """A block's, and of odd rows the product's gradient once more, copies of the weights and of their gradients."""
+    block, weights = (
+        a.vision_block_bytes(work) + 2 * a.vision_input_bytes(work),
+        2 * odd_mlp_bytes(v.hidden, v.ffn, work.itemsize),
+    )
+    odd = v.ffn * work.itemsize if weights else 0
+    return work.patches * (block + _gated_backward(work, v.ffn) + odd) + weights
 
 
 def _gated_backward(work: Work, ffn: int) -> int:
@@ -127,9 +142,8 @@ class MegatronFacts:
         return layers * a.layer_input_bytes(work) if work.recompute else a.layers_bytes(work, context, layers)
 
     def _prefix_backward(self, work: Work) -> int:
-        block = a.vision_block_bytes(work) + 2 * a.vision_input_bytes(work)
         v, tokens, context = work.spec.vision, work.prefix_tokens, work.context
-        vision = work.patches * (block + _gated_backward(work, v.ffn)) if v and work.vision_grad else 0
+        vision = _tower_backward(work, v) if v and work.vision_grad else 0
         layer = a.layer_bytes(work, context) + 2 * a.layer_input_bytes(work) + 2 * a.scores_bytes(work, context)
         layer += _gated_backward(work, work.spec.ffn // work.tp)
         apart = backward_sums_bytes(work, tokens, context)

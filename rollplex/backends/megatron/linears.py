@@ -5,7 +5,8 @@ Row                     that, and the sum over the ranks behind it
 TransposedRow           the parameter itself is [I / tp, O]: one slab of a rollout shard cut along I       case 2
 SplitGateUp             gate and up are two parameters, not one [gate; up]: they may lie in two slabs       case 1
 
-Each gives its output and the bias that is still to be added, or None, as Megatron's do.
+Rows whose bytes are no multiple of 16 a GPU multiplies otherwise (aligned.py). Each gives its output and the bias that
+is still to be added, or None, as Megatron's do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from rollplex.backends.megatron.aligned import joined, odd, odd_width, padded
 
 Output = tuple[Tensor, Tensor | None]
 _Column: Any = ColumnParallelLinear  # Megatron's annotations are wider than what layers hand over
@@ -62,7 +65,7 @@ class Row(_Row):
 
     def product(self, hidden: Tensor) -> Tensor:
         """This rank's part of the sum."""
-        return F.linear(hidden, self.weight)
+        return (padded if odd(hidden) else F.linear)(hidden, self.weight)
 
 
 class TransposedRow(Row):
@@ -91,6 +94,8 @@ class SplitGateUp(nn.Module):
             return torch.cat([self._of_stretches(hidden, part) for part in (self.gate, self.up)], dim=-1), None
         if self.tp_group.size() > 1:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        if odd_width(hidden, self.gate.out_features):
+            return joined(hidden, self.gate, self.up), None
         return torch.cat([self.gate(hidden), self.up(hidden)], dim=-1), None
 
     def _of_stretches(self, hidden: Tensor, part: nn.Linear) -> Tensor:
