@@ -89,11 +89,13 @@ def in_parts(facts: Facts, step: Run) -> bool:
 
 
 def listed(facts: Facts) -> Iterator[Violation]:
-    """A task reads its role's weights and boundary, and writes boundary or gradients."""
+    """A task reads its role's weights and boundary, and writes boundary, gradients or what its engine works in."""
+    working = {n for _, step in facts.runs("generate") for n in step.writes}  # the same in every turn
     for at, step in (*facts.runs("generate"), *facts.groups):
         for name in sorted(_reads(facts, at, step) - set(step.reads)):
             yield Violation("task-objects", f"it reads no {name}", at, name)
-        for name in sorted(_writes(facts, step) - set(step.writes)):
+        wanted = working if step.task == "generate" else _writes(facts, step)
+        for name in sorted(wanted - set(step.writes)):
             yield Violation("task-objects", f"it writes no {name}", at, name)
         lent = facts.needed_bases(step.role)
         own = {n for n in step.reads if facts.objects[n].class_ == "regenerable" and facts.objects[n].role == step.role}
