@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from host_tiny import CONFIG, oracle_model, video_prompt
+from megatron_tiny import Case, step
 from torch import Tensor
 
-from benchmarks.layers import CONFIG
+from benchmarks import layers as small
 from rollplex.backends.cuda import launch
-from rollplex.backends.megatron import memory
+from rollplex.backends.megatron import layers, memory, prefix
 from rollplex.backends.megatron.attention import ReadPrefix
 from rollplex.backends.megatron.names import parameters
 from rollplex.backends.megatron.rank import PARTS, MegatronModel
@@ -152,7 +154,7 @@ LENGTHS = [5, 1, 31]
 
 def made() -> MegatronModel:
     """A rank of one language layer and one block of the tower, in the dtype that kernels of attention take."""
-    config = {**CONFIG, **{part: CONFIG[part] | more for part, more in WIDER.items()}}
+    config = {**small.CONFIG, **{part: small.CONFIG[part] | more for part, more in WIDER.items()}}
     config["text_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
     spec, dtype = spec_from_config(config, "small"), torch.bfloat16 if GPU else torch.float32
     order = parameters(spec, 1, 0)
@@ -190,6 +192,35 @@ def test_a_layer_is_what_it_is_by_torchs_operators(
         print(f"\n  {what}: off by {worst:.1e} of the norm at most")
     assert worst < (0.005 if GPU else 1e-5)
     assert all(x.abs().max() > 0 for x in found[0])
+
+
+@pytest.mark.skipif(GPU, reason="there the kernel runs in every step")
+@pytest.mark.parametrize("case", [Case(), Case(prefix="full", where="host", recompute=True)], ids=["kept", "again"])
+def test_a_training_step_is_a_hosts(heads: Kernel, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Through a boundary, whose gradients lie head by head, and a last layer whose queries have none."""
+    oracle = oracle_model(CONFIG, torch.float32)
+    groups = [(video_prompt(oracle, (1, 2, 2)), [torch.tensor([5, 6]), torch.tensor([8])])]
+    weights, calls = dict(oracle.state_dict()), [0]
+
+    def counted(*given: Any) -> tuple[Tensor, ...]:
+        calls[0] += 1
+        return heads(*given)
+
+    wanted = step(CONFIG, weights, torch.float32, groups, case)
+    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(heads=counted))
+    for module in (layers, prefix):
+        monkeypatch.setattr(module, "turning", lambda angles: Turning(*as_cosines(angles)))
+    found = step(CONFIG, weights, torch.float32, groups, case)
+    assert calls[0] == (2 + 3) * (1 + case.recompute) - case.recompute + 3 * (2 + case.recompute)
+    assert found.gathered is not None
+    assert wanted.gathered is not None
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
+    assert max(off(found.gathered[name], x) for name, x in wanted.gathered.items()) < 1e-5
+
+
+def as_cosines(angles: Tensor) -> tuple[Tensor, Tensor]:
+    half = angles[:, 0, 0, : angles.shape[-1] // 2]
+    return half.cos(), half.sin()
 
 
 def plainly(mixed: Tensor, cos: Tensor, sin: Tensor, row: Row) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rollplex.backends.megatron.linears import Column, Output, plus
@@ -47,6 +47,8 @@ class Attention(_Attention):
 
 class Layer(_Layer):
     """Hidden states [s, b, h] -> [s, b, h]; what a part has read is let go before the next one begins."""
+
+    __call__ = nn.Module.__call__  # Megatron's asks first whether it is to capture CUDA graphs
 
     def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | Turning | None = None) -> Tensor:
         hidden = hidden + plus(*self.self_attention(self.input_layernorm(hidden), attention_mask, rotary_pos_emb))
