@@ -1,4 +1,4 @@
-"""What lies between a layer's GEMMs and its attention, in one kernel each: rotary embeddings, merging, SwiGLU.
+"""What lies behind a layer's attention and between its GEMMs, in one kernel each: merging, SwiGLU.
 
 torch's own operators write and read a layer's widest tensors again for every product and sum. Triton comes with torch's
 CUDA builds. Arithmetic is float32, rounded once. Where there is no backward, nothing is called that would have one.
@@ -13,15 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollplex.backends.cuda.heads import heads as apart
+from rollplex.backends.cuda.launch import block, launch
 from rollplex.ir.errors import EngineError
 
 WIDTH = 1024
 """Elements of a row that one program takes."""
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [t, heads, d] turned by angles whose cosines and sines are [t, d / 2] float32; both halves alike."""
-    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _turned(x, cos, sin, 1.0)
 
 
 def swiglu(both: Tensor) -> Tensor:
@@ -36,33 +33,22 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     """
     tokens, heads, d = out.shape
     found, rows = torch.empty_like(out), torch.empty_like(other_lse)
-    blocks = {"HEADS": triton.next_power_of_2(heads), "WIDTH": triton.next_power_of_2(d)}
+    blocks = {"HEADS": block(heads), "WIDTH": block(d)}
     given = (out, lse, other, other_lse, found, rows, lse.stride(0), other_lse.stride(0), heads, d)
-    _launch(_merge, (tokens,), *given, **blocks)
+    launch(_merge, (tokens,), *given, **blocks)
     return found, rows
 
 
 def check_kernels(device: torch.device) -> None:
     """Launch each once, before a step does: the first launch compiles. EngineError where this machine cannot."""
     try:
-        heads, angles = torch.zeros(1, 2, 16, device=device), torch.ones(1, 8, device=device)
+        row, angles = torch.zeros(1, 64, device=device), torch.ones(1, 8, device=device)
+        heads, *_ = apart(row, angles, angles, (1, 2, 1))
         merge(heads, angles[:, :2].t(), heads, angles[:, :2].t())
-        swiglu(rotate(heads, angles, angles)).sum().item()
+        swiglu(heads).sum().item()
     except (OSError, RuntimeError) as err:
         what = f"Triton cannot make its kernels: {str(err).splitlines()[0]}"
         raise EngineError(what, where=str(device), hint="install a C compiler, or name one in CC") from None
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _turned(grad_outputs[0], cos, sin, -1.0), None, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -76,7 +62,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         (both,), grad = ctx.saved_tensors, grad_outputs[0].contiguous()
         found = torch.empty_like(both)
-        _launch(_gated_backward, _rows(grad), both, grad, found, grad.shape[-1], BLOCK=WIDTH)
+        launch(_gated_backward, _rows(grad), both, grad, found, grad.shape[-1], BLOCK=WIDTH)
         return found
 
 
@@ -84,57 +70,14 @@ def _product(both: Tensor) -> Tensor:
     """Of contiguous rows."""
     width = both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], width)
-    _launch(_gated, _rows(out), both, out, width, BLOCK=WIDTH)
+    launch(_gated, _rows(out), both, out, width, BLOCK=WIDTH)
     return out
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """[t, heads, d] of any strides but the last -> contiguous."""
-    x = x if x.stride(2) == 1 else x.contiguous()
-    tokens, heads, d = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(d // 2)}
-    _launch(_rotate, (tokens,), x, out, cos, sin, x.stride(0), x.stride(1), heads, d // 2, sign, **blocks)
-    return out
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
-    """Triton's way to call a kernel, of which its types know nothing; it launches on the thread's current device."""
-    with torch.cuda.device(arguments[0].device):
-        kernel[grid](*arguments, **constants)
 
 
 def _rows(out: Tensor) -> tuple[int, int]:
     """A program for each piece of each row."""
     width = out.shape[-1]
     return out.numel() // width, triton.cdiv(width, WIDTH)
-
-
-@triton.jit
-def _rotate(
-    x: tl.tensor,
-    out: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    of_token: tl.tensor,
-    of_head: tl.tensor,
-    heads: tl.tensor,
-    half: tl.tensor,
-    sign: tl.tensor,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-) -> None:
-    token = tl.program_id(0).to(tl.int64)
-    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    inside = (head < heads) & (at < half)
-    source = x + token * of_token + head * of_head + at
-    first = tl.load(source, mask=inside).to(tl.float32)
-    second = tl.load(source + half, mask=inside).to(tl.float32)
-    c = tl.load(cos + token * half + at, mask=at < half)
-    s = tl.load(sin + token * half + at, mask=at < half) * sign
-    target = out + (token * heads + head) * (2 * half) + at
-    tl.store(target, first * c - second * s, mask=inside)
-    tl.store(target + half, second * c + first * s, mask=inside)
 
 
 @triton.jit

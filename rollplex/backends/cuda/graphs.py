@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollplex.backends.attention_sums import room
+from rollplex.backends.cuda.launch import on
 from rollplex.ir.errors import EngineError
 
 
@@ -88,22 +89,33 @@ class Graph:
         if self._layout.slot:
             del self.tensors["at_k"]
         modes = _cudnn().heur_mode
-        with torch.cuda.device(self._device):
+        with on(self._device):
             self.graph.validate()
             self.graph.build_operation_graph()
             self.graph.create_execution_plans([modes.A, modes.FALLBACK])
             self.graph.check_support()
             self.graph.build_plans()
-        self._workspace = self.graph.get_workspace_size()
+        self._numbers = {name: tensor.get_uid() for name, tensor in self.tensors.items()}
+        self._counted = lru_cache(maxsize=32)(self._counts)
+        self._workspace: int = self.graph.get_workspace_size()
+        self._none = torch.empty(1, dtype=torch.uint8, device=self._device)
         return self
 
     def run(self, queries: int, keys: int, given: dict[str, Tensor]) -> None:
-        """On the current stream, for so many tokens."""
-        values = given | _lengths(queries, keys, self._layout, self._device)
-        workspace = torch.empty(max(self._workspace, 1), dtype=torch.uint8, device=self._device)
+        """On the current stream, for so many tokens.
+
+        The stream is told each time: the current one of a green context, and the one outside it, may both be number 0.
+        """
+        values = self._counted(queries, keys) | {self._numbers[name]: x for name, x in given.items()}
+        room = torch.empty(self._workspace, dtype=torch.uint8, device=self._device) if self._workspace else self._none
         _cudnn().set_stream(handle=self._handle, stream=torch.cuda.current_stream(self._device).cuda_stream)
-        with torch.cuda.device(self._device):
-            self.graph.execute({t: values[n] for n, t in self.tensors.items()}, workspace, handle=self._handle)
+        with on(self._device):
+            self.graph.execute(values, room, handle=self._handle)
+
+    def _counts(self, queries: int, keys: int) -> dict[int, Tensor]:
+        """What says how many tokens there are, by number; every layer of a step asks again."""
+        values = _lengths(queries, keys, self._layout, self._device)
+        return {self._numbers[name]: x for name, x in values.items() if name in self._numbers}
 
     @property
     def masked(self) -> dict[str, Any]:
@@ -156,7 +168,7 @@ def backward_graph(layout: Layout, device: torch.device) -> Graph:
 
 @lru_cache(maxsize=32)
 def _lengths(queries: int, keys: int, layout: Layout, device: torch.device) -> dict[str, Tensor]:
-    """How many tokens there are, and where packed ones begin and end, in elements; every layer asks again."""
+    """How many tokens there are, and where packed ones begin and end, in elements; graphs share them."""
     ends = torch.tensor([0, queries * layout.heads * layout.d, 0, keys * layout.kv_heads * layout.d]).to(device)
     counts = torch.tensor([queries, keys], dtype=torch.int32).to(device)
     return {"of_queries": counts[:1], "of_keys": counts[1:], "at_q": ends[:2], "at_k": ends[2:]}
@@ -165,7 +177,7 @@ def _lengths(queries: int, keys: int, layout: Layout, device: torch.device) -> d
 @lru_cache(maxsize=8)
 def handle(device: torch.device) -> Any:
     """cuDNN's of a GPU; EngineError where its frontend is not installed."""
-    with torch.cuda.device(device):
+    with on(device):
         return _cudnn().create_handle()
 
 

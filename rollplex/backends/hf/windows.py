@@ -43,7 +43,8 @@ def window_attention(
     bounds = cu_seq_lens_q.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if query.is_cuda:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        # The gradient of x[0] would be copied into zeros; that of what is squeezed is a view.
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return gpu.packed(q, k, v, gpu.Lengths.of(lengths, query.device), scaling, causal=False)[None], None
     if len(set(lengths)) == 1:
         return _together(query, key, value, lengths[0], scaling).transpose(0, 1)[None], None

@@ -5,7 +5,6 @@ off        None                                     its own sequence, causal
 capture    boundary.Capture: copies K, V         its own sequence, causal
 suffix     ReadPrefix                               the prefix, one copy for all responses, and its own response
 
-On a GPU each of them comes in a `rotary.Turning`, with the angles of the heads.
 Megatron hands `attention_mask` from a layer to its core attention untouched, also when a checkpoint runs the layer
 again in a backward; a mode kept in the module would by then be another one's.
 """
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rollplex.backends.cuda import attention as gpu
-from rollplex.backends.megatron.rotary import turned
 from rollplex.backends.training.attention import causal, causal_after
 
 
@@ -33,7 +31,6 @@ class SharedPrefixAttention(nn.Module):
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
-        query, key, attention_mask = turned(query, key, attention_mask)
         # A copy: what is saved of a view is all of the fused projection, queries and keys included.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value.contiguous()))
         if attention_mask is None:
@@ -60,7 +57,8 @@ class ReadPrefix:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         prefix_key, prefix_value = self.layers[layer]
         if self.packed is not None:
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            # The gradient of x[0] would be copied into zeros; that of what is squeezed is a view.
+            q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
             out = gpu.packed_after_prefix(q, k, v, self.packed, prefix_key, prefix_value, scale)
             return out.transpose(0, 1)[None]
         query, key, value = (self._apart(x) for x in (query, key, value))

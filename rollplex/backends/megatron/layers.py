@@ -11,18 +11,17 @@ from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rollplex.backends.megatron.linears import Column, plus
-from rollplex.backends.megatron.rotary import turning
+from rollplex.backends.megatron.linears import Column, Output, plus
+from rollplex.backends.megatron.rotary import Fused, Turning, turning
 from rollplex.backends.megatron.swiglu import SwiGLU
 
 _Layer: Any = TransformerLayer  # Megatron's annotations are narrower than what it takes
@@ -34,28 +33,24 @@ _AttentionParts: Any = SelfAttentionSubmodules
 class Attention(_Attention):
     """Hidden states [s, b, h] -> the projection's output, and its bias."""
 
-    def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | None = None, **_: Any) -> Any:
-        query, key, value = self.heads(hidden)
-        if rotary_pos_emb is not None:
-            query, key = (self._turned(x, rotary_pos_emb) for x in (query, key))
+    def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | Turning | None = None) -> Output:
+        mixed, _ = self.linear_qkv(hidden)
+        query, key, value = self.fused.heads(mixed, rotary_pos_emb, self.config, self.pg_collection.cp)
         return self.linear_proj(self.core_attention(query, key, value, attention_mask))
 
-    def _turned(self, heads: Tensor, angles: Tensor) -> Tensor:
-        return apply_rotary_pos_emb(heads, angles, self.config, cp_group=self.pg_collection.cp)
-
-    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [s, b, heads, d], keys and values [s, b, KV heads, d]: the fused rows go KV head by KV head."""
-        groups, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        mixed, _ = self.linear_qkv(hidden)
-        mixed = mixed.unflatten(-1, (groups, -1))
-        query, key, value = mixed.split((mixed.shape[-1] - 2 * d, d, d), dim=-1)
-        return query.reshape(*query.shape[:2], -1, d), key, value
+    @property
+    def fused(self) -> Fused:
+        """The fused rows go KV head by KV head."""
+        groups = self.num_query_groups_per_partition
+        return Fused(groups, self.num_attention_heads_per_partition // groups, 1)
 
 
 class Layer(_Layer):
     """Hidden states [s, b, h] -> [s, b, h]; what a part has read is let go before the next one begins."""
 
-    def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | None = None) -> Tensor:
+    __call__ = nn.Module.__call__  # Megatron's asks first whether it is to capture CUDA graphs
+
+    def forward(self, hidden: Tensor, attention_mask: Any, rotary_pos_emb: Tensor | Turning | None = None) -> Tensor:
         hidden = hidden + plus(*self.self_attention(self.input_layernorm(hidden), attention_mask, rotary_pos_emb))
         mlp = self.mlp
         gated = mlp.activation_func(plus(*mlp.linear_fc1(self.pre_mlp_layernorm(hidden))))
@@ -87,8 +82,8 @@ def run_layers(layers: Iterable[Any], hidden: Tensor, masks: Sequence[Any], rota
 
     The checkpoint is the non-reentrant one: inside Megatron's own, keys and values would be cut off from the graph.
     """
-    seen, angles = turning(masks, rotary)
-    for layer, mask in zip(layers, seen, strict=True):
+    angles = turning(rotary)
+    for layer, mask in zip(layers, masks, strict=True):
         call = partial(layer, attention_mask=mask, rotary_pos_emb=angles)
         hidden = checkpoint(call, hidden, use_reentrant=False, preserve_rng_state=False) if recompute else call(hidden)
     return hidden

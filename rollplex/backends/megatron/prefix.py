@@ -47,5 +47,4 @@ def _forward(model: MegatronQwen, prompt: Prompt, capture: Capture, recompute: b
     rotary, io = model.angles(prompt.position_ids[:, :tokens]), model.attending(capture, tokens)
     *layers, last = model.layers
     hidden = run_layers(layers, hidden, [io] * len(layers), rotary, recompute)
-    (seen,), angles = turning([io], rotary)
-    last.self_attention(last.input_layernorm(hidden), seen, rotary_pos_emb=angles)
+    last.self_attention(last.input_layernorm(hidden), io, rotary_pos_emb=turning(rotary))

@@ -20,17 +20,17 @@ from rollplex.backends.megatron.grid import Grid
 from rollplex.backends.megatron.groups import Alone, groups_of
 from rollplex.backends.megatron.layers import Attention, layer_spec, run_layers
 from rollplex.backends.megatron.linears import Column, Row, SplitGateUp
-from rollplex.backends.megatron.rotary import turned
+from rollplex.backends.megatron.rotary import Fused
 from rollplex.backends.megatron.settings import projector_settings, vision_settings
 
 
 class TowerAttention(Attention):
     """Self attention whose fused rows are [Q; K; V], each all heads."""
 
-    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, _ = self.linear_qkv(hidden)
-        query, key, value = mixed.unflatten(-1, (3, self.num_attention_heads_per_partition, -1)).unbind(2)
-        return query, key, value
+    @property
+    def fused(self) -> Fused:
+        """One group."""
+        return Fused(1, self.num_attention_heads_per_partition, self.num_attention_heads_per_partition)
 
 
 class WindowAttention(nn.Module):
@@ -41,7 +41,6 @@ class WindowAttention(nn.Module):
         self.scale = config.kv_channels**-0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
-        query, key, attention_mask = turned(query, key, attention_mask)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value.contiguous()))  # as in SharedPrefixAttention
         out, _weights = window_attention(None, q, k, v, None, self.scale, cu_seq_lens_q=attention_mask)
         return out.transpose(0, 1).flatten(2)
