@@ -105,8 +105,8 @@ def test_a_table_goes_on_behind_the_predicted_end() -> None:
 
 # ---- where a row begins
 
-WIDE = "workload.response_median=100"
-OVERSAMPLE = "workload.rollout={kind: oversample, factor: 1.5}"
+FIXED, MPS = "sharing={kind: fixed, share: 0.5}", "sharing={kind: mps}"
+WIDE, OVERSAMPLE = "workload.response_median=100", "workload.rollout={kind: oversample, factor: 1.5}"
 
 
 def drawn(median: int, spread: float, longest: int, count: int) -> list[float]:
@@ -124,9 +124,8 @@ def by_hand(lengths: list[float], ends: float, budget: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("sharing", ["solved", "mps"])
-@pytest.mark.parametrize("name", ["fills the budget", "ends before", "cut"])
-def test_a_row_holds_from_the_token_that_its_budget_says(name: str, sharing: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fills the budget", "a fixed share", "ends before", "cut"])
+def test_a_row_holds_from_the_token_that_its_budget_says(name: str, tmp_path: Path) -> None:
     """Where decode is predicted to end at the budget, from its own beginning; else as much later.
 
     Of 128 responses the longest is at the quantile 1 - 1/256, 2.66 deviations: exp(2.66 s) = 1185 / 340 has s 0.469;
@@ -134,10 +133,11 @@ def test_a_row_holds_from_the_token_that_its_budget_says(name: str, sharing: str
     """
     changes, median, spread, longest, ends, engine = {
         "fills the budget": ((), 340, 0.46939, 1185, 1185.0, 128),
-        "ends before": ((WIDE,), 100, 0.6, 494, 494.0, 128),
-        "cut": ((OVERSAMPLE,), 340, 0.46939, 1185, 737.7754, 192),
+        "a fixed share": ((FIXED,), 340, 0.46939, 1185, 1185.0, 128),
+        "ends before": ((WIDE, MPS), 100, 0.6, 494, 494.0, 128),
+        "cut": ((OVERSAMPLE, MPS), 340, 0.46939, 1185, 737.7754, 192),
     }[name]
-    plan = compiled(tmp_path, *changes, f"sharing={{kind: {sharing}}}")
+    plan = compiled(tmp_path, *changes)
     due = by_hand(drawn(median, spread, longest, engine), ends, 1185)
     assert {row.live_at_most: row.from_tokens for row in plan.summary.policy.rows} == due
     assert len(due) > 20

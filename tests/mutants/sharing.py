@@ -37,9 +37,7 @@ def table_of_another_calibration(plan: Plan) -> Iterator[Plan]:
 @mutant("sharing")
 def table_where_nothing_was_measured(plan: Plan) -> Iterator[Plan]:
     if not plan.summary.policy.rows:
-        row = PolicyRow(
-            live_at_most=1, from_tokens=0, chunk_tokens=0, sms=0, alone_s=0.0, decode_s=0.0, hidden_s=0.0
-        )
+        row = PolicyRow(live_at_most=1, from_tokens=0, chunk_tokens=0, sms=0, alone_s=0.0, decode_s=0.0, hidden_s=0.0)
         yield with_policy(plan, rows=(row,))
         yield with_policy(plan, surface="0" * 16)
         yield with_policy(plan, mps_s=1.0)

@@ -1,13 +1,13 @@
-"""How many responses decode when, from the job alone: with which batches and tokens the rows of a table of sharing begin.
+"""How many responses decode when, from the job alone: with which batches and tokens rows of a table of sharing begin.
 
-32 responses of at most 512 tokens, decode predicted to end at 512:    at most 32, from token 0      at most 5, from 304
+32 responses of at most 512 tokens, the median 294         at most 32, from token 0 .. at most 5, from 384 .. 1, from 480
 
 Q(t) is the share of responses that have more than t tokens: log-normal with the job's median, so wide that the longest
 of a step is expected to fill the budget, and no wider than WIDEST; none is longer than that longest. With S prompts in
 flight of which P are awaited, n responses each, decode ends after E tokens, and N(t) responses decode meanwhile:
 
-    full, oversample   S (1 - Q(E))^n = P, for full E is the longest            N(t) = S n Q(t)
-    partial            P (1 + sum_k 1 - (1 - Q(kE))^n) = S,  k = 1, 2, ..       N(t) = P n sum_k Q(kE + t),  k = 0, 1, ..
+    full, oversample   S (1 - Q(E))^n = P, for full E is the longest           N(t) = S n Q(t)
+    partial            P (1 + sum_k 1 - (1 - Q(kE))^n) = S,  k = 1, 2, ..      N(t) = P n sum_k Q(kE + t), k = 0, 1, ..
 
 Nothing of the passes is in here: of them are only the number of parts and WIDEST, which are assumed.
 """
