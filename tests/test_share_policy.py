@@ -258,7 +258,7 @@ def test_rows_that_begin_elsewhere_are_seen(tmp_path: Path) -> None:
     assert (row.live_at_most, row.from_tokens) == (45, 408)
     late, other = row.model_copy(update={"from_tokens": 409}), row.model_copy(update={"live_at_most": 44})
     assert [v.what for v in check_plan(with_row(plan, 9, late))] == [
-        "at most 45: it holds from token 409, 408 by the budget of 1185 tokens and when decode is predicted to end"
+        "at most 45: it holds from token 409; by decode's predicted end and the budget of 1185 tokens it must from 408"
     ]
     found = [v.what for v in check_plan(with_row(plan, 9, other))]
     assert found[0].startswith("it has a row for at most 44; parts of decode begin with 128, 127, 124, ")

@@ -1,6 +1,6 @@
 """How many responses decode when, from the job alone: with which batches and tokens rows of a table of sharing begin.
 
-32 responses of at most 512 tokens, the median 294         at most 32, from token 0 .. at most 5, from 384 .. 1, from 480
+32 responses of at most 512 tokens, the median 294        at most 32, from token 0 .. at most 5, from 384 .. 1, from 480
 
 Q(t) is the share of responses that have more than t tokens: log-normal with the job's median, so wide that the longest
 of a step is expected to fill the budget, and no wider than WIDEST; none is longer than that longest. With S prompts in

@@ -82,8 +82,8 @@ def _beginnings(job: Job, rows: Sequence[PolicyRow]) -> Iterator[Violation]:
         if live not in due:
             yield _wrong(f"it has a row for at most {live}; parts of decode begin with {', '.join(map(str, due))}")
         elif tokens != due[live]:
-            what = f"at most {live}: it holds from token {tokens}, {due[live]} by the budget of "
-            yield _wrong(f"{what}{job.workload.response_tokens} tokens and when decode is predicted to end")
+            what = f"at most {live}: it holds from token {tokens}; by decode's predicted end and the budget of "
+            yield _wrong(f"{what}{job.workload.response_tokens} tokens it must from {due[live]}")
     if missing := sorted(set(due) - set(told), reverse=True):
         yield _wrong(f"it has no row for at most {', '.join(map(str, missing))}, with which a part of decode begins")
 
