@@ -131,3 +131,4 @@ def test_progress_counts_live_rows_down() -> None:
     assert seen[:4] == [(0, 24)] * 4
     live = [int((rollout.lengths > s).sum()) for s in range(1, int(rollout.lengths.max()) + 1)]
     assert [n for _, n in seen[4:]] == [min(n, 24) for n in live[:-1]] + [seen[-1][1]]
+    assert [step for step, _ in seen[4:]] == list(range(1, len(live) + 1))

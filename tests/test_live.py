@@ -1,7 +1,7 @@
-"""The runtime follows how many responses decode: one word of shared memory, a row of the plan, a part of the SMs.
+"""The runtime follows how far decode is: one word of shared memory, a row of the plan, a part of the SMs.
 
 rollout  FULL ........ 9 ....... 3 ........ 0          rows  at most 16: wait   8: 64 SMs   4: all 132, no partition
-prefix   waits         waits     no partition, all SMs
+prefix   waits         waits     no partition, all SMs       or from token 0       600         900
 """
 
 from __future__ import annotations
@@ -59,12 +59,16 @@ class Parts:
         return part
 
 
-def table(*rows: tuple[int, int]) -> Policy:
-    made = (
-        PolicyRow(live_at_most=n, chunk_tokens=6000 if sms else 0, sms=sms, alone_s=1, decode_s=1, hidden_s=0)
-        for n, sms in rows
+def row(live: int, sms: int, tokens: int) -> PolicyRow:
+    chunk = 6000 if sms else 0
+    return PolicyRow(
+        live_at_most=live, from_tokens=tokens, chunk_tokens=chunk, sms=sms, alone_s=1, decode_s=1, hidden_s=0
     )
-    return Policy(kind="solved", rows=tuple(made))
+
+
+def table(*rows: tuple[int, int], old: int = 10**6) -> Policy:
+    """(responses, SMs) of rows that hold from token `old`, twice `old` .. on too, the first from the beginning."""
+    return Policy(kind="solved", rows=tuple(row(n, sms, i * old) for i, (n, sms) in enumerate(rows)))
 
 
 def beside(policy: Policy, tmp_path: Path, parts: Parts) -> tuple[Beside, LiveBatch]:
@@ -107,12 +111,29 @@ def test_a_word_is_seen_by_whoever_opens_it(tmp_path: Path) -> None:
     ours, theirs, other = LiveBatch(tmp_path, 3), LiveBatch(tmp_path, 3), LiveBatch(tmp_path, 4)
     for file in tmp_path.iterdir():
         file.unlink()
-    ours.tell(97)
-    assert (theirs.read(), other.read()) == (97, 0)
+    ours.tell(97, 480)
+    assert (theirs.read(), other.read()) == ((97, 480), (0, 0))
     ours.tell(FULL)
-    assert theirs.read() == FULL
+    assert theirs.read() == (FULL, 0)
     ours.close()
-    assert theirs.read() == FULL
+    assert theirs.read() == (FULL, 0)
+
+
+def test_a_word_is_never_seen_half_written(tmp_path: Path) -> None:
+    """Responses and tokens of one telling, whichever: 20,000 are read while another process's thread writes."""
+    ours, theirs, done = LiveBatch(tmp_path, 0), LiveBatch(tmp_path, 0), threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            ours.tell(1, 1)
+            ours.tell(FULL, FULL)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    found = {theirs.read() for _ in range(20_000)}
+    done.set()
+    thread.join()
+    assert found <= {(0, 0), (1, 1), (FULL, FULL)}
 
 
 def test_a_prompt_runs_by_the_row_of_what_decodes(tmp_path: Path) -> None:
@@ -124,6 +145,41 @@ def test_a_prompt_runs_by_the_row_of_what_decodes(tmp_path: Path) -> None:
         live.tell(decoding)
         found[decoding] = run_on(here, parts)
     assert found == {FULL: 32, 129: 32, 128: 32, 41: 32, 40: 64, 10: 64, 9: 96, 5: 96, 4: 0, 1: 0, 0: 0}
+
+
+def test_a_row_holds_from_its_token_on_whatever_decodes(tmp_path: Path) -> None:
+    """Whichever comes first: so few responses, or so many tokens of the youngest."""
+    parts = Parts()
+    here, live = beside(table((128, 32), (40, 64), (9, 96), old=300), tmp_path, parts)
+    found = {}
+    for decoding, tokens in [(128, 299), (128, 300), (41, 599), (9, 300), (128, 600), (128, 1185), (2, 7), (0, 0)]:
+        live.tell(decoding, tokens)
+        found[decoding, tokens] = run_on(here, parts)
+    assert found == {
+        (128, 299): 32, (128, 300): 64, (41, 599): 64, (9, 300): 96, (128, 600): 96, (128, 1185): 96, (2, 7): 96,
+        (0, 0): 0,
+    }  # fmt: skip
+
+
+def test_a_prompt_that_waits_begins_at_its_token(tmp_path: Path) -> None:
+    here, live = beside(table((16, 0), (8, 64), old=300), tmp_path, Parts())
+    live.tell(16, 299)
+    assert not here.may_begin()
+    live.tell(16, 300)
+    assert here.may_begin()
+
+
+def test_ranks_of_one_model_go_by_the_gpu_that_is_least_far(tmp_path: Path) -> None:
+    """Each GPU by its own row: few that are young and many that are old are both far; what has ended has no say."""
+    parts = Parts()
+    here, live = beside(table((128, 32), (40, 64), old=300), tmp_path, parts)
+    other = LiveBatch(tmp_path, 1)
+    found = {}
+    for ours, theirs in [((3, 10), (99, 300)), ((99, 299), (99, 300)), ((99, 300), (0, 0)), ((FULL, 0), (0, 0))]:
+        live.tell(*ours)
+        other.tell(*theirs)
+        found[ours, theirs] = run_on(here, parts)
+    assert list(found.values()) == [64, 32, 64, 32]
 
 
 def test_ranks_of_one_model_go_by_the_fullest_of_their_gpus(tmp_path: Path) -> None:

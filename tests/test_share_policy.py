@@ -7,9 +7,11 @@ tests/data/h200_3b.json   decode batch x prefix chunk x SMs of one H200 (vLLM 0.
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from itertools import product
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -66,9 +68,10 @@ def test_the_tail_hides_what_a_full_batch_cannot() -> None:
     assert beside.slower == pytest.approx(6.04 / 4.34)
     assert beside.rate == pytest.approx(7.12 / 11.54)
     ways = [Way(6000, sms) for sms in (64, 80, 96, 132)]
-    parts = (Part(64, 3.0), Part(4, 5.0))
+    parts = (Part(64, 3.0, 0), Part(4, 5.0, 600))
     found = solved(surface(), parts, 4.0, ways)
     assert [row.sms for row in found.rows] == [0, 80]
+    assert [row.from_tokens for row in found.rows] == [0, 600]
     assert found.hidden_s == pytest.approx(4.0)
     assert found.rows[1].decode_s == pytest.approx(5.0 + 4.0 * 11.54 / 7.12 * (1 - 4.34 / 6.04), abs=1e-5)
 
@@ -77,7 +80,7 @@ def test_the_tail_hides_what_a_full_batch_cannot() -> None:
 @pytest.mark.parametrize("chunk", [1024, 2048, 6000])
 def test_no_table_of_the_surface_is_better(chunk: int, prefix_s: float) -> None:
     """All 5^4 tables of four parts, by the checker's own replay; those of one way among them."""
-    parts = (Part(128, 2.0), Part(40, 2.5), Part(11, 1.5), Part(2, 3.0))
+    parts = (Part(128, 2.0, 0), Part(40, 2.5, 200), Part(11, 1.5, 500), Part(2, 3.0, 900))
     ways = [Way(chunk, sms) for sms in surface().sms(chunk)]
     found = solved(surface(), parts, prefix_s, ways)
     rows = found.rows
@@ -92,12 +95,66 @@ def test_a_table_goes_on_behind_the_predicted_end() -> None:
 
     At batch 4 a second hidden costs 0.450 s on 64 SMs, 0.456 s on 80, 0.83 s without a partition.
     """
-    parts = (Part(4, 5.0), Part(2, 3.0))
+    parts = (Part(4, 5.0, 0), Part(2, 3.0, 600))
     found = solved(surface(), parts, 0.5, [Way(6000, sms) for sms in (64, 80, 96, 132)])
     assert found.rows[0].hidden_s == pytest.approx(0.5)
     assert [row.sms for row in found.rows] == [64, 64]
     assert found.rows[1].hidden_s == 0.0
     assert found.prefix_ends_s < 2.0
+
+
+# ---- where a row begins
+
+FIXED, MPS = "sharing={kind: fixed, share: 0.5}", "sharing={kind: mps}"
+WIDE, OVERSAMPLE = "workload.response_median=100", "workload.rollout={kind: oversample, factor: 1.5}"
+
+
+def drawn(median: int, spread: float, longest: int, count: int) -> list[float]:
+    """Tokens of as many responses, one at each of the distribution's quantiles; the longest of all is `longest`."""
+    quantile = NormalDist(math.log(median), spread).inv_cdf
+    return [min(math.exp(quantile(k / count)), longest) for k in range(1, count)] + [longest]
+
+
+def by_hand(lengths: list[float], ends: float, budget: int) -> dict[int, int]:
+    """From which token on a row must hold, by what decodes in it: counted at the 32 beginnings of decode's parts."""
+    found: dict[int, int] = {}
+    for part in range(32):
+        begins = part * ends / 32
+        found.setdefault(sum(length > begins for length in lengths), math.ceil(round(budget - ends + begins, 6)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["fills the budget", "a fixed share", "ends before", "cut"])
+def test_a_row_holds_from_the_token_that_its_budget_says(name: str, tmp_path: Path) -> None:
+    """Where decode is predicted to end at the budget, from its own beginning; else as much later.
+
+    Of 128 responses the longest is at the quantile 1 - 1/256, 2.66 deviations: exp(2.66 s) = 1185 / 340 has s 0.469;
+    at most 0.6, the longest of median 100 has 494 tokens. Of 24 prompts 16 are complete when 2/3 = F^8, 738 tokens.
+    """
+    changes, median, spread, longest, ends, engine = {
+        "fills the budget": ((), 340, 0.46939, 1185, 1185.0, 128),
+        "a fixed share": ((FIXED,), 340, 0.46939, 1185, 1185.0, 128),
+        "ends before": ((WIDE, MPS), 100, 0.6, 494, 494.0, 128),
+        "cut": ((OVERSAMPLE, MPS), 340, 0.46939, 1185, 737.7754, 192),
+    }[name]
+    plan = compiled(tmp_path, *changes)
+    due = by_hand(drawn(median, spread, longest, engine), ends, 1185)
+    assert {row.live_at_most: row.from_tokens for row in plan.summary.policy.rows} == due
+    assert len(due) > 20
+
+
+def test_no_step_outlasts_what_the_rows_behind_a_token_were_to_take(tmp_path: Path) -> None:
+    """By the lengths that one H200 gave: five of 32 fill the budget, and the last rows hold 81 tokens sooner for it."""
+    step = ("workload.prompts=4", "workload.response_tokens=512", "workload.response_median=294")
+    rows = compiled(tmp_path, *step).summary.policy.rows
+    lengths = [75, 78, 79, 137, 152, 161, 163, 165, 184, 205, 214, 218, 220, 247, 291, 304, 317, 317, 337, 337, 344]
+    lengths += [362, 364, 366, 368, 377, 465, *[512] * 5]
+    at = next(row for row in rows if row.live_at_most == 5)
+    few = next(t for t in range(513) if sum(length > t for length in lengths) <= 5)
+    assert (at.from_tokens, few) == (384, 465)
+    whole = sum(row.alone_s for row in rows)
+    left = sum(row.alone_s for row in rows[rows.index(at) :])
+    assert left / whole == pytest.approx((512 - at.from_tokens) / 512, rel=0.2), "its part of decode in tokens"
 
 
 # ---- in a plan
@@ -158,6 +215,8 @@ def test_the_page_tells_the_table(tmp_path: Path) -> None:
     assert "under MPS default" in told
     assert "responses that decode: SMs for prefixes of 6000 tokens" in told
     assert "to 1: 80" in told or "1: 96" in told
+    begins = next(row for row in policy.rows if row.sms)
+    assert f"from token {begins.from_tokens}, or {begins.live_at_most}" in told.replace("\n" + " " * 11, " ")
     assert all(len(text.plain) <= 100 for text in plan_page(plan))
     assert "solver     " in "\n".join(text.plain for text in plan_page(plan))
 
@@ -191,6 +250,27 @@ def test_a_row_that_waits_begins_where_the_one_before_ends(tmp_path: Path) -> No
     first = plan.summary.policy.rows[0]
     wrong = with_row(plan, 0, first.model_copy(update={"live_at_most": first.live_at_most + 1}))
     assert "its first row is for at most 129 responses, 128 of an engine decode at once" in str(check_plan(wrong)[0])
+
+
+def test_rows_that_begin_elsewhere_are_seen(tmp_path: Path) -> None:
+    plan = compiled(tmp_path)
+    row = plan.summary.policy.rows[9]
+    assert (row.live_at_most, row.from_tokens) == (45, 408)
+    late, other = row.model_copy(update={"from_tokens": 409}), row.model_copy(update={"live_at_most": 44})
+    assert [v.what for v in check_plan(with_row(plan, 9, late))] == [
+        "at most 45: it holds from token 409; by decode's predicted end and the budget of 1185 tokens it must from 408"
+    ]
+    found = [v.what for v in check_plan(with_row(plan, 9, other))]
+    assert found[0].startswith("it has a row for at most 44; parts of decode begin with 128, 127, 124, ")
+    assert found[1] == "it has no row for at most 45, with which a part of decode begins"
+
+
+@pytest.mark.parametrize("tail", ["{kind: partial, share: 0.5}", "{kind: oversample, factor: 1.3}"])
+def test_rows_of_a_cut_decode_begin_as_the_checker_has_it(tail: str, tmp_path: Path) -> None:
+    """Two programs for one distribution: neither knows of the other."""
+    plan = compiled(tmp_path, f"workload.rollout={tail}", "sharing={kind: mps}")
+    assert len(plan.summary.policy.rows) > 20
+    assert not check_plan(plan)
 
 
 # ---- jobs that cannot be solved

@@ -133,6 +133,36 @@ def test_a_prompt_is_prefilled_once_for_all_its_responses(watched: Watched, monk
         assert whole > 0
 
 
+def test_the_youngest_response_tells_how_old_decode_is(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every step: responses that are not finished, and the tokens of the last to begin, prefill apart."""
+    engine, step, told = watched.sampler._engine, watched.sampler._engine.step, list[tuple[int, int]]()
+    sampled, ended, due = dict[str, int](), set[str](), [(8, 0)]
+
+    def counted() -> list[Any]:
+        outputs = step()
+        for output in outputs:
+            sampled[output.request_id] = sampled.get(output.request_id, 0) + len(output.outputs[0].token_ids)
+            ended.update([output.request_id] if output.finished else [])
+        due.extend([(8 - len(ended), min(sampled.values()) if len(sampled) == 8 else 0)] if outputs else [])
+        return outputs
+
+    monkeypatch.setattr(engine, "step", counted)
+    hears = SimpleNamespace(live=lambda live, tokens: told.append((live, tokens)))
+    monkeypatch.setattr(watched.sampler, "_served", hears)
+    prompts = watched.prompts[-1]
+    stated = replace(prompts, prompts=tuple(replace(p, response_lengths=(9, 10, 11, 12)) for p in prompts.prompts))
+    with watched.run.rollout.objects.lent("rollout.kv"):
+        watched.sampler.begin([1, 2])
+        rollout = watched.sampler.decoding(stated, None, 3).until([0, 1])
+    young = max(tokens for live, tokens in due if live == 8)
+    at = due.index((8, young))
+    assert young >= 5, "all decode for a while"
+    assert told[: at + 1] == due[: at + 1]
+    assert [live for live, _ in told] == [live for live, _ in due]
+    assert [tokens for _, tokens in told[at:]] == list(range(young, young + len(told) - at))
+    assert rollout.lengths.tolist() == [[9, 10, 11, 12]] * 2
+
+
 def test_keys_and_values_have_pages_only_while_the_plan_says_so(watched: Watched) -> None:
     """Behind the rollout they are gone; vLLM's caches are views of their addresses all the same."""
     assert watched.mapped == [False, False]

@@ -126,7 +126,7 @@ def served(train: int, order: str, tp: int = 1) -> Served:
     facts = load_facts("megatron"), load_facts("vllm")
     shard = shard_of(job.spec, plan.summary.layout, *facts, tp, 0)
     memory = torch.arange(shard.numel, dtype=torch.float64)
-    return Served(shard, memory, torch.zeros(shard.buffer_numel), {}, torch.empty(0), lambda live: None)
+    return Served(shard, memory, torch.zeros(shard.buffer_numel), {}, torch.empty(0), lambda live, tokens: None)
 
 
 def test_every_region_has_a_parameter_of_vllms_name_and_shape() -> None:

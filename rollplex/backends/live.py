@@ -1,6 +1,7 @@
-"""How many responses decode on a GPU, told by its rollout rank to its training rank: one word of shared memory.
+"""How far decode is on a GPU, told by its rollout rank to its training rank: one word of shared memory.
 
-rollout   |FULL  begin .. 128 128 .. 97 .. 4 .. 1 |0            |FULL   the next step is about to decode
+responses |FULL  begin .. 128 128 .. 97 .. 4 .. 1 |0            |FULL   the next step is about to decode
+tokens    |0     0 ..  0    1   2 .. 480 ..  1100 |0            |0      of the youngest response, of this decode alone
 train     |  prefix: waits    | on 80 SMs         | no partition
 
 No lock: the word is written whole, and a reader that sees the one before runs a prompt by an older row.
@@ -12,10 +13,18 @@ import mmap
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 FULL = (1 << 31) - 1
 """Every response of the step: it is about to be decoded."""
-_WORD = struct.Struct("=q")
+_WORD = struct.Struct("=ii")
+
+
+class Live(NamedTuple):
+    """Responses that decode, 0 behind the step's last; tokens that the youngest has since this decode began."""
+
+    responses: int
+    tokens: int
 
 
 class LiveBatch:
@@ -29,13 +38,15 @@ class LiveBatch:
         finally:
             os.close(fd)
 
-    def tell(self, responses: int) -> None:
-        """So many decode now."""
-        self._page[:] = _WORD.pack(responses)  # packed into the page it would be zero for a moment: nothing decodes
+    def tell(self, responses: int, tokens: int = 0) -> None:
+        """So many decode now, and none of them has fewer tokens."""
+        self._page[:] = _WORD.pack(
+            responses, tokens
+        )  # packed into the page it would be zero for a moment: nothing decodes
 
-    def read(self) -> int:
-        """How many decode; 0 behind the step's last response."""
-        return _WORD.unpack_from(self._page, 0)[0]
+    def read(self) -> Live:
+        """What decodes."""
+        return Live(*_WORD.unpack(self._page[:]))  # taken whole: the page may change between its halves
 
     def close(self) -> None:
         """Let the page go."""

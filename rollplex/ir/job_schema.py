@@ -242,7 +242,7 @@ class Sharing(Section):
     kind: Literal["mps", "fixed", "solved"] = Field(
         default="mps",
         description="mps: as MPS schedules; fixed: a share of the SMs; solved: as cluster.calibration says is best, "
-        "by how many responses decode",
+        "by how far decode has come",
     )
     share: Share | None = Field(default=None, description="part of the SMs for prefix work, with kind: fixed")
 

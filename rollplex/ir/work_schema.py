@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rollplex.ir.job_schema import Count, Section, Share
 
+WIDEST = 0.6
+"""Most spread of log lengths: the longest of 256 responses has 5.6 times the median. Assumed, not measured."""
+
 
 class DynamicSampling(Section):
     """Groups that the loss's mask leaves out teach nothing: other prompts are sampled in their place (DAPO, 3.2)."""

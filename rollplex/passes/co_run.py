@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rollplex.ir.calibration import Surface
@@ -18,6 +18,7 @@ from rollplex.ir.job import Job
 from rollplex.ir.planned_sharing import PolicyRow
 from rollplex.passes.co_run_search import Option, best_table
 from rollplex.passes.costs import Costs
+from rollplex.passes.lengths import Decode
 from rollplex.passes.work import decoded_bytes
 
 
@@ -33,10 +34,11 @@ WAIT = Way(0, 0)
 
 @dataclass(frozen=True)
 class Part:
-    """A part of decode: at most `live` responses of an engine, seconds by itself."""
+    """A part of decode: at most `live` responses of an engine, or `from_tokens` decoded; seconds by itself."""
 
     live: int
     alone_s: float
+    from_tokens: int
 
     def under(self, surface: Surface, way: Way) -> Option:
         """Prefix work that is hidden if it runs so until the part's end, and what decode then takes longer."""
@@ -96,9 +98,8 @@ def co_run(surface: Surface, parts: Sequence[Part], prefix_s: float, ways: Itera
 
 def _row(part: Part, way: Way, decode_s: float, hidden_s: float) -> PolicyRow:
     alone_s, decode_s, hidden_s = (round(s, 6) for s in (part.alone_s, decode_s, hidden_s))
-    return PolicyRow(
-        live_at_most=part.live, **way._asdict(), alone_s=alone_s, decode_s=max(alone_s, decode_s), hidden_s=hidden_s
-    )
+    begins, seconds = {"live_at_most": part.live, "from_tokens": part.from_tokens}, max(alone_s, decode_s)
+    return PolicyRow(**begins, **way._asdict(), alone_s=alone_s, decode_s=seconds, hidden_s=hidden_s)
 
 
 def parts_of(job: Job, decode_s: float) -> tuple[Part, ...]:
@@ -109,12 +110,15 @@ def parts_of(job: Job, decode_s: float) -> tuple[Part, ...]:
     prompts = job.sampled_per_engine[-1]
     found, prefill_s = list(_decoding(job, prompts)), Costs(job).prefill_s(job.rollout_tp, prompts)
     stretch = (decode_s - prefill_s) / sum(seconds for seconds, _ in found)
-    live = prompts * job.group
-    seconds: dict[int, float] = {live: prefill_s}
+    width = Decode.of(job, prompts).ends / len(found)
+    live, parts = prompts * job.group, dict[int, Part]()
     for i, (part_s, decoding) in enumerate(found):
         live = min(live, max(1, math.ceil(decoding - 1e-9))) if i else live
-        seconds[live] = seconds.get(live, 0.0) + part_s * stretch
-    return tuple(Part(live, alone_s) for live, alone_s in seconds.items())
+        left = (len(found) - i) * width
+        part = parts.get(live) or Part(live, 0.0, math.ceil(job.workload.response_tokens - left - 1e-6))
+        own_s = part_s * stretch + (0.0 if i else prefill_s)
+        parts[live] = replace(part, alone_s=part.alone_s + own_s)
+    return tuple(parts.values())
 
 
 def _decoding(job: Job, prompts: int) -> Iterator[tuple[float, float]]:

@@ -14,6 +14,7 @@ from rollplex.ir.calibration import Calibration
 from rollplex.ir.job import Job
 from rollplex.ir.lora import lora_of, served_spec
 from rollplex.ir.models import ModelSpec
+from rollplex.ir.planned_sharing import DECODE_PARTS
 from rollplex.ir.work import Work, trains_vision, turn_work
 from rollplex.passes.lengths import Decode, Lengths
 
@@ -42,7 +43,6 @@ REMAP_S_PER_GIB = 2.0e-3
 import with its map 0.2 ms a handle, and its end as long again; one H200, benchmarks of the driver alone."""
 PEER_S_PER_GIB = 1.2e-3
 """Of that an import and its end: what each peer's pages cost again, which a rank writes its slabs into."""
-STEP_BINS = 32
 REFRESH_START_S = 5.6
 REFRESH_SHARE = 0.095
 """Weights between pools, read off one NCCL checkpoint engine (verl issue 7060): 9.1, 23.2 and 36.9 s for the 16.6, 66.9
@@ -233,9 +233,9 @@ class Costs:
     ) -> Iterator[tuple[float, float]]:
         """(seconds, responses that decode when it begins) of decode's parts in the order of time."""
         decode = Decode.of(self.job, prompts)
-        width = decode.ends / STEP_BINS
+        width = decode.ends / DECODE_PARTS
         last = decode.ends if until is None else min(until, decode.ends)
-        for i in range(STEP_BINS):
+        for i in range(DECODE_PARTS):
             if tokens := min(max(last - i * width, 0.0), width):
                 step_s = self._decode_step_s(weight_bytes, tp, decode.live((i + 0.5) * width), turn)
                 yield tokens * step_s, sum(n for n, _ in decode.live(i * width))

@@ -24,10 +24,9 @@ from functools import cached_property
 from statistics import NormalDist
 
 from rollplex.ir.job import Job
+from rollplex.ir.work_schema import WIDEST
 
 BISECTIONS = 50
-WIDEST = 0.6
-"""Most spread of log lengths: the longest of 256 responses has 5.6 times the median. Assumed, not measured."""
 
 
 @dataclass(frozen=True)

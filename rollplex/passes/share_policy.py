@@ -2,14 +2,16 @@
 
 sharing: {kind: mps}                  mps     either side may take what the other leaves idle (paper section 4.6)
 sharing: {kind: fixed, share: 0.6}    fixed   60 % of the SMs for prefix work
-sharing: {kind: solved}               solved  by how many responses decode: prefix work waits, or runs on so many SMs
+sharing: {kind: solved}               solved  by how far decode has come: prefix work waits, or runs on so many SMs
 schedule: serial                      none    phases run one after the other
 
 Solved: decode is cut into parts, by how many responses still decode (lengths.py). The co-run surface of the job's
 calibration says what each way of running prefixes does in each part; the table under which decode and prefixes end
 first is searched for (co_run_search.py). MPS default and every measured share are among the tables, so none of them
-is better. Prefixes keep the schedule's order and places: what runs when changes, nothing else. They run whole, prompt
-by prompt, so that of the surface's chunks only those of about a prompt's length count.
+is better. Lengths are a guess, but none is over the budget: a row also holds from the token on from which a step at its
+budget has no more to decode than the row and those behind it were to take. Prefixes keep the schedule's order and
+places: what runs when changes, nothing else. They run whole, prompt by prompt, so that of the surface's chunks only
+those of about a prompt's length count.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class SharePolicy:
     def __str__(self) -> str:
         share = f" {self.policy.share:.0%} of the SMs for prefix work" if self.policy.share else ""
         rows = "".join(
-            f"\n  at most {row.live_at_most:>5} decode: "
+            f"\n  at most {row.live_at_most:>5} decode, or from token {row.from_tokens:>5}: "
             + (f"prefixes of {row.chunk_tokens} tokens on {row.sms} SMs" if row.sms else "prefixes wait")
             for row in self.policy.rows
         )

@@ -178,28 +178,11 @@ def _special(plan: dict[str, Any], edit: Edit) -> str:
         return "two names for whole slabs" if {was, edit.value} == {"alias", "slabs"} else ""
     if edit.pattern.endswith("_s") and 0 < abs(_at(plan, edit) - (edit.value or 0.0)) < ROUNDED_S:
         return "seconds less than those that the rounding of a sum may be off by"
-    if edit.pattern == "summary.policy.rows.*.live_at_most":
-        return _batch(plan, int(edit.path[3]), edit.value)
     if edit.pattern == "summary.times.interference_s":
         t = plan["summary"]["times"]
         hidden = t["decode_s"] + (edit.value or 0.0) <= t["prefix_s"] or t["prefix_s"] < 1e-9
         return "decode is shorter than the prefixes beside it" if hidden else ""
     return ""
-
-
-def _batch(plan: dict[str, Any], row: int, live: int) -> str:
-    """Where a row of a table of sharing begins: seconds tell, where prefixes run in it and batches were measured."""
-    rows, measured = plan["summary"]["policy"]["rows"], plan["job"]["cluster"]["calibration"]["surface"]["decode"]
-    was, batches = rows[row]["live_at_most"], [step["batch"] for step in measured]
-    others = [other["live_at_most"] for i, other in enumerate(rows) if i != row]
-    if row == 0 or sorted([*others[:row], live, *others[row:]], reverse=True) != [*others[:row], live, *others[row:]]:
-        return ""
-    if live in others:
-        return ""
-    if not rows[row]["hidden_s"]:
-        return "a row that hides nothing begins elsewhere"
-    beyond = max(was, live) <= min(batches) or min(was, live) >= max(batches)
-    return "a batch beyond those that were measured" if beyond else ""
 
 
 ROUNDED_S = 1e-4

@@ -37,7 +37,7 @@ def table_of_another_calibration(plan: Plan) -> Iterator[Plan]:
 @mutant("sharing")
 def table_where_nothing_was_measured(plan: Plan) -> Iterator[Plan]:
     if not plan.summary.policy.rows:
-        row = PolicyRow(live_at_most=1, chunk_tokens=0, sms=0, alone_s=0.0, decode_s=0.0, hidden_s=0.0)
+        row = PolicyRow(live_at_most=1, from_tokens=0, chunk_tokens=0, sms=0, alone_s=0.0, decode_s=0.0, hidden_s=0.0)
         yield with_policy(plan, rows=(row,))
         yield with_policy(plan, surface="0" * 16)
         yield with_policy(plan, mps_s=1.0)
@@ -68,6 +68,32 @@ def row_with_other_seconds(plan: Plan) -> Iterator[Plan]:
     for i, row in rows(plan):
         for name in ("alone_s", "decode_s", "hidden_s"):
             yield with_row(plan, i, row.model_copy(update={name: getattr(row, name) + 0.5}))
+
+
+@mutant("sharing")
+def row_that_holds_from_another_token(plan: Plan) -> Iterator[Plan]:
+    """Sooner, later, never by its tokens, or from the token of its neighbour."""
+    for i, row in rows(plan):
+        neighbours = [other.from_tokens for _, other in rows(plan)[i + 1 : i + 2]]
+        for tokens in (row.from_tokens - 1, row.from_tokens + 1, 10**6, *neighbours):
+            if tokens >= 0:
+                yield with_row(plan, i, row.model_copy(update={"from_tokens": tokens}))
+
+
+@mutant("sharing")
+def row_for_another_batch(plan: Plan) -> Iterator[Plan]:
+    """One more or one less, where the rows stay in order."""
+    for i, row in rows(plan):
+        others = {other.live_at_most for _, other in rows(plan)}
+        for live in {row.live_at_most - 1, row.live_at_most + 1} - others - {0}:
+            yield with_row(plan, i, row.model_copy(update={"live_at_most": live}))
+
+
+@mutant("sharing")
+def row_that_is_missing_beside_one_that_takes_its_seconds(plan: Plan) -> Iterator[Plan]:
+    for (i, a), (_, b) in zip(rows(plan), rows(plan)[1:], strict=False):
+        both = {name: getattr(a, name) + getattr(b, name) for name in ("alone_s", "decode_s", "hidden_s")}
+        yield with_row(with_row(plan, i + 1), i, a.model_copy(update=both))
 
 
 @mutant("sharing")

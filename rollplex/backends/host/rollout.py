@@ -52,8 +52,9 @@ class Decoding:
         `model` is whole, or one rank's of `tp` that sample the same tokens together.
         `kv` is flat memory of the caller's in the model's dtype that holds all keys and values (sizes.rollout_kv_bytes
         at most); raises OutOfMemory with the shortfall. `on_step(step, live rows)` is called after every prefill (step
-        0) and every decode step. `dice` has a generator for each prompt: what a prompt samples does not depend on which
-        others share its engine. The same generator states, weights, prompts and thread count give the same bits.
+        0) and every decode step: as many tokens has each live row got. `dice` has a generator for each prompt: what a
+        prompt samples does not depend on which others share its engine. The same generator states, weights, prompts and
+        thread count give the same bits.
         `begun` are responses to the first prompts that an earlier step has left: their tokens are prefilled again and
         keep their log-probabilities and versions; new tokens are of `version`.
         """
@@ -114,7 +115,7 @@ class Decoding:
         self._made.add(live, tokens, token_logprobs(logits, tokens, self._temperature or 1.0), self._version)
         self._drop_ended(longest)
         self._step += 1
-        self._on_step(longest, len(self._cache.live))
+        self._on_step(self._step, len(self._cache.live))
 
     def _drop_ended(self, longest: int) -> None:
         self._cache.drop(self._made.ended(self._cache.live, self._eos), longest)

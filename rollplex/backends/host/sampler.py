@@ -49,7 +49,7 @@ class HostSampler:
             tp=job.rollout_tp,
             begun=begun,
             version=version,
-            on_step=lambda _, live: self._live(live),
+            on_step=lambda step, live: self._live(live, step),
         )
 
     def turn(self, prompts: PromptBatch | Histories, version: int) -> Rollout:

@@ -19,7 +19,8 @@ class Served:
     """What a rank serves: its shard of the language model over shared pages, and the tower by Hugging Face name.
 
     `snapshot` has the shard's regions, `buffer` those that are rebuilt; `kv` is the plan's memory for keys and values,
-    uint8, mapped while the plan says so. `live` hears how many responses decode, whenever that changes.
+    uint8, mapped while the plan says so. `live` hears, with every token, how many responses decode and the tokens that
+    the youngest of them has since decode began; prefill is none.
     """
 
     shard: Shard
@@ -27,7 +28,7 @@ class Served:
     buffer: Tensor | None
     tower: Mapping[str, Tensor]
     kv: Tensor
-    live: Callable[[int], None]
+    live: Callable[[int, int], None]
 
 
 class Decoding(Protocol):

@@ -74,11 +74,11 @@ class VllmDecoding:
         seeds: Sequence[int],
         begun: Rollout | None,
         version: int,
-        live: Callable[[int], None],
+        live: Callable[[int, int], None],
     ) -> None:
         """`begun` are responses to the first prompts that a step has left; their tokens are prefilled again.
 
-        `live` hears how many responses decode.
+        `live` hears how many responses decode, and how many tokens the last of them to begin has got.
         """
         self._engine, self._asked, self._version, self._live = engine, asked, version, live
         self._prompts = len(prompts)
@@ -86,6 +86,8 @@ class VllmDecoding:
         self._waiting: dict[str, tuple[int, int]] = {}
         self._new: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
         self._behind: dict[int, list[Request]] = {}
+        self._unbegun: set[str] = set()
+        self._tokens = 0
         for p, prompt in enumerate(prompts):
             self._behind[p] = [*self._requests(prompt, p, seeds[p])]
             if self._behind[p]:
@@ -124,25 +126,30 @@ class VllmDecoding:
         name = f"{request.prompt}.{request.response}"
         self._engine.add_request(name, request.input, request.params)
         self._waiting[name] = (request.prompt, request.response)
+        self._unbegun.add(name)
 
     def _step(self) -> None:
         """One step of the engine: what it has sampled is kept. EngineError where it has preempted a request."""
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        for output in outputs:
             p, r = self._waiting[output.request_id]
             self._keep(p, r, output.outputs[0])
+            self._unbegun.discard(output.request_id)
             for request in self._behind.pop(p, ()):
                 self._ask(request)
             if output.finished:
                 del self._waiting[output.request_id]
-                self._tell()
+        if outputs:
+            self._tokens += not self._unbegun
+            self._tell()
         live = self._engine.engine_core.engine_core.scheduler.requests.values()
         if preempted := sum(request.num_preemptions for request in live):
             what = f"vLLM has preempted {preempted} requests, for which the plan has blocks of KV"
             raise EngineError(what, where="vllm", hint="raise roles.actor.rollout.kv_cache_gib")
 
     def _tell(self) -> None:
-        """How many decode, or are about to."""
-        self._live(len(self._waiting) + sum(len(requests) for requests in self._behind.values()))
+        """How many decode, or are about to; all get a token a step, so that steps since the last began are its own."""
+        self._live(len(self._waiting) + sum(len(requests) for requests in self._behind.values()), self._tokens)
 
     def _keep(self, p: int, r: int, new: Any) -> None:
         """Tokens that a response has beyond those that are there: as lists, which cost a step less than tensors."""

@@ -3,7 +3,8 @@
 row  at most 24 decode, prefixes of 6000 tokens on 80 SMs      alone 8.0 s  decode 11.3 s  hidden 6.1 s
      the surface at 24, 6000, 80: 1.41 times as slow, 0.54 of the rate      8.0 x 1.41     8.0 x 1.41 x 0.54
 
-Where ranks cut a model, prefixes take no less than what they exchange, which was measured too.
+Rows begin where the job's lengths say that so many decode (decoding.py), or as long before the budget as decode is then
+told to go on. Where ranks cut a model, prefixes take no less than what they exchange, which was measured too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from rollplex.ir.calibration import Surface
+from rollplex.ir.check.decoding import beginnings
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.job import Job
@@ -63,6 +65,7 @@ def _form(job: Job, surface: Surface, rows: Sequence[PolicyRow]) -> Iterator[Vio
         yield _wrong(f"its first row is for at most {live[0]} responses, {most} of an engine decode at once")
     if any(a <= b for a, b in pairwise(live)):
         yield _wrong(f"its rows are not in the order in which responses end: at most {live}")
+    yield from _beginnings(job, rows)
     chunk, share, everything = surface.whole(job.workload.typical_prompt), job.sharing.share, surface.all_sms
     stated = {"mps": {everything}, "fixed": {max(1, round((share or 1.0) * everything))}}
     legal = stated.get(job.sharing.kind, {0, *surface.sms(chunk or 0)})
@@ -70,6 +73,19 @@ def _form(job: Job, surface: Surface, rows: Sequence[PolicyRow]) -> Iterator[Vio
         if row.sms not in legal or row.chunk_tokens != (chunk if row.sms else 0):
             what = f"at most {row.live_at_most}: chunks of {row.chunk_tokens} tokens on {row.sms} SMs; "
             yield _wrong(f"{what}prefixes run whole, {chunk} tokens, on one of {sorted(legal)} SMs")
+
+
+def _beginnings(job: Job, rows: Sequence[PolicyRow]) -> Iterator[Violation]:
+    """There is a row for each batch with which a part of decode begins, and from the token from which it must hold."""
+    due, told = beginnings(job), {row.live_at_most: row.from_tokens for row in rows}
+    for live, tokens in told.items():
+        if live not in due:
+            yield _wrong(f"it has a row for at most {live}; parts of decode begin with {', '.join(map(str, due))}")
+        elif tokens != due[live]:
+            what = f"at most {live}: it holds from token {tokens}; by decode's predicted end and the budget of "
+            yield _wrong(f"{what}{job.workload.response_tokens} tokens it must from {due[live]}")
+    if missing := sorted(set(due) - set(told), reverse=True):
+        yield _wrong(f"it has no row for at most {', '.join(map(str, missing))}, with which a part of decode begins")
 
 
 def _seconds(facts: Facts, job: Job, surface: Surface, chunk: int) -> Iterator[Violation]:
