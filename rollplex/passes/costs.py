@@ -33,6 +33,9 @@ RING_HOP_S = 5e-6
 """One hop of an all-reduce of one decode step's activations, 2 (tp - 1) of them each. Chosen so that rollout at TP 8 is
 slower than at TP 4 by about what paper section 4.5 measured (1.17 to 1.31 times); weights and KV alone make it faster.
 """
+TOWER_EFFICIENCY = 0.3
+"""Share of the dense peak that a vision tower reaches: its blocks are narrow, and norms, rotations, windows and pixels from
+the host lie between its GEMMs (an H200: benchmarks/results/step_h200.md)."""
 EAGER_LAYER_S = 1.2e-3
 """Least time of one layer's forward in an eager trainer, however few tokens there are: 43 ms of 36 layers for one
 response or two on an H200 (benchmarks/results/step_h200.md)."""
@@ -66,6 +69,11 @@ class Costs:
         if self.measured:
             return self.measured.gemm_flops_per_s(self.prompt_tokens)
         return self.job.device.tflops_bf16 * 1e12 * COMPUTE_EFFICIENCY
+
+    @cached_property
+    def tower_flops_per_s(self) -> float:
+        """Achievable FLOP/s of a vision tower."""
+        return min(self.flops_per_s, self.job.device.tflops_bf16 * 1e12 * TOWER_EFFICIENCY)
 
     @cached_property
     def hbm_bytes_per_s(self) -> float:
@@ -113,7 +121,7 @@ class Costs:
         if not work.patches:
             return 0.0
         blocks = work.spec.vision.depth if work.spec.vision else 0
-        return max(vision_flops(work.spec, self._patches(work)) / self.flops_per_s, blocks * EAGER_LAYER_S)
+        return max(vision_flops(work.spec, self._patches(work)) / self.tower_flops_per_s, blocks * EAGER_LAYER_S)
 
     def _patches(self, work: Work) -> int:
         """Of a typical prompt, or of what a turn's group sees."""
@@ -223,7 +231,7 @@ class Costs:
         seen = turns.observation_tokens if turns else self.prompt_tokens
         tokens = prompts * (self.job.group if turns else 1) * seen
         seconds = self._compute_s(self.job.spec, seen, self.history_tokens(turn) - seen / 2) * tokens / seen
-        seconds += prompts * vision_flops(self.job.spec, self._patches(work)) / self.flops_per_s
+        seconds += prompts * vision_flops(self.job.spec, self._patches(work)) / self.tower_flops_per_s
         own = forward_flops(self.job.spec, decode.carried_tokens, self.prompt_tokens + decode.ends)
         hidden = tokens * self.job.spec.hidden * self.job.itemsize
         return (seconds + own / self.flops_per_s) / tp + 2 * self.job.spec.layers * self.all_reduce_s(hidden, tp)
