@@ -40,9 +40,8 @@ class LiveBatch:
 
     def tell(self, responses: int, tokens: int = 0) -> None:
         """So many decode now, and none of them has fewer tokens."""
-        self._page[:] = _WORD.pack(
-            responses, tokens
-        )  # packed into the page it would be zero for a moment: nothing decodes
+        word = _WORD.pack(responses, tokens)
+        self._page[:] = word  # packed into the page it would be zero for a moment: nothing decodes
 
     def read(self) -> Live:
         """What decodes."""
