@@ -33,9 +33,9 @@ RING_HOP_S = 5e-6
 """One hop of an all-reduce of one decode step's activations, 2 (tp - 1) of them each. Chosen so that rollout at TP 8 is
 slower than at TP 4 by about what paper section 4.5 measured (1.17 to 1.31 times); weights and KV alone make it faster.
 """
-TOWER_EFFICIENCY = 0.3
-"""Share of the dense peak that a vision tower reaches: its blocks are narrow, and norms, rotations, windows and pixels from
-the host lie between its GEMMs (an H200: benchmarks/results/step_h200.md)."""
+TOWER_SHARE = 0.46
+"""Of the measured rate of linear layers, what a vision tower reaches: its blocks are narrow, and norms, rotations,
+windows and pixels from the host lie between its GEMMs (315 of 688 TFLOP/s, benchmarks/results/step_h200.md)."""
 EAGER_LAYER_S = 1.2e-3
 """Least time of one layer's forward in an eager trainer, however few tokens there are: 43 ms of 36 layers for one
 response or two on an H200 (benchmarks/results/step_h200.md)."""
@@ -73,7 +73,7 @@ class Costs:
     @cached_property
     def tower_flops_per_s(self) -> float:
         """Achievable FLOP/s of a vision tower."""
-        return min(self.flops_per_s, self.job.device.tflops_bf16 * 1e12 * TOWER_EFFICIENCY)
+        return self.flops_per_s * (TOWER_SHARE if self.measured else 1.0)
 
     @cached_property
     def hbm_bytes_per_s(self) -> float:
