@@ -15,8 +15,15 @@ from statistics import NormalDist
 from typing import Any
 
 import pytest
+from mutants.edit import summarise
 from mutants.plans import CALIBRATED, SOLVED
-from mutants.sharing import with_policy, with_row
+from mutants.sharing import (
+    result_of_another_table,
+    row_that_prefixes_do_not_wait_in,
+    row_with_other_seconds,
+    with_policy,
+    with_row,
+)
 
 from rollplex import api
 from rollplex.ir.calibration import Surface, read_calibration
@@ -24,8 +31,10 @@ from rollplex.ir.check.sharing import both_s
 from rollplex.ir.checker import check_plan
 from rollplex.ir.errors import JobError
 from rollplex.ir.job import Job, load_job
-from rollplex.ir.plan import Plan
+from rollplex.ir.plan import Plan, SolverResult
+from rollplex.passes import co_run_search
 from rollplex.passes.co_run import WAIT, Part, Way, co_run, solved
+from rollplex.passes.co_run_search import POINTS, Point
 from rollplex.show.page import plan_page
 from rollplex.show.sharing import policy_lines
 
@@ -176,6 +185,66 @@ def test_solved_is_no_worse_than_mps_or_any_share(tmp_path: Path) -> None:
     assert best.summary.times.step_s < best.summary.times.serial_s
 
 
+FAT = {"partial": "workload.rollout={kind: partial, share: 0.5}", "oversample": OVERSAMPLE, "wide": WIDE}
+"""Jobs whose decode has no thin tail: one way to run prefixes is nearly as good as another in most of its parts."""
+
+
+def searched(plan: Plan) -> SolverResult:
+    (found,) = (s for s in plan.summary.solvers if s.name == "share-policy")
+    return found
+
+
+@pytest.mark.parametrize("name", FAT)
+def test_a_decode_without_a_thin_tail_is_solved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within POINTS points a part, and the checker, which tries every change of a row, knows no better."""
+    grown = count_grown(monkeypatch)
+    co_run_search.best_table.cache_clear()
+    plan = compiled(tmp_path, FAT[name])
+    assert not check_plan(plan)
+    assert 0 < len(grown) <= 32 * POINTS
+    found = searched(plan)
+    assert found.value == pytest.approx(p1_s(plan), abs=1e-4)
+    assert plan.summary.policy.mps_s
+    assert found.value < plan.summary.policy.mps_s - 0.1
+    assert (found.status == "optimal") == (found.bound == found.value) == (name != "partial")
+    assert found.value - 0.003 < found.bound <= found.value
+
+
+def count_grown(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
+    """Every point that the search goes on from, of all searches of a compilation."""
+    found, grown = list[Point](), co_run_search._grown
+    monkeypatch.setattr(co_run_search, "_grown", lambda point, *rest: (found.append(point), grown(point, *rest))[1])
+    return found
+
+
+def test_what_is_not_proven_is_told_so(tmp_path: Path) -> None:
+    """On the page, with the bound; every fault of a result and of a table is seen beside it as beside an optimum."""
+    plan = compiled(tmp_path, FAT["partial"])
+    page = "\n".join(text.plain for text in plan_page(plan))
+    assert "solved: the best table of the surface that was found; no change of one row is better" in page
+    told = next(line for line in page.splitlines() if "share-policy" in line)
+    assert "feasible" in told
+    assert "(bound " in told
+    for make in (result_of_another_table, row_with_other_seconds, row_that_prefixes_do_not_wait_in):
+        assert all(check_plan(wrong) for wrong in make(plan))
+
+
+def test_a_bound_that_nothing_proves_is_refused(tmp_path: Path) -> None:
+    """The checker's comes from prices of a second of prefix work, the search's from fractions of ways."""
+    plan = compiled(tmp_path, FAT["partial"])
+    found = searched(plan)
+    takes, least = found.value + 0.001, found.bound - 0.001
+    for changes, message in (
+        ({"bound": least}, f"its bound is {least:.6f} s, that of all tables {str(found.bound)[:6]}"),
+        ({"value": takes}, f"P1 seconds: {takes:.6f}, the table takes P1 {str(found.value)[:6]}"),
+    ):
+        others = [s.model_copy(update=changes) if s == found else s for s in plan.summary.solvers]
+        (violation,) = check_plan(summarise(plan, solvers=tuple(others)))
+        assert (violation.kind, violation.what.startswith(message)) == ("solver", True), violation.what
+    without = check_plan(summarise(plan, solvers=tuple(s for s in plan.summary.solvers if s != found)))
+    assert [v.what for v in without] == ["solved sharing is solved once if it is solved, and has 0 results"]
+
+
 def test_the_step_without_a_surface_is_told_as_before(tmp_path: Path) -> None:
     """No calibration: no table, and decode's slowdown is the assumed one."""
     plan = compiled(tmp_path, "cluster.calibration=null", "sharing={kind: mps}")
@@ -240,7 +309,10 @@ def test_a_better_table_is_seen(tmp_path: Path) -> None:
     mps = compiled(tmp_path, "sharing={kind: mps}")
     job = {**mps.job, "sharing": {"kind": "solved", "share": None}}
     policy = {"kind": "solved", "mps_s": round(p1_s(mps), 6)}
-    found = check_plan(with_policy(mps, **policy).model_copy(update={"job": job}))
+    both = round(p1_s(mps), 6)
+    told = SolverResult(name="share-policy", status="optimal", objective="P1 seconds", value=both, bound=both)
+    other = summarise(with_policy(mps, **policy), solvers=(*mps.summary.solvers, told))
+    found = check_plan(other.model_copy(update={"job": job}))
     assert [v.kind for v in found] == ["sharing"]
     assert "another table, with" in found[0].what
 

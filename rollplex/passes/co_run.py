@@ -55,6 +55,8 @@ class CoRun:
     rows: tuple[PolicyRow, ...]
     prefix_s: float
     prefix_ends_s: float
+    gap_s: float = 0.0
+    """By how much another table could be better, for all that a search has shown."""
 
     @property
     def hidden_s(self) -> float:
@@ -178,25 +180,5 @@ def _whole(job: Job, surface: Surface) -> int:
 def solved(surface: Surface, parts: Sequence[Part], prefix_s: float, ways: Sequence[Way]) -> CoRun:
     """The table of ways under which decode and prefixes end first."""
     every = (WAIT, *ways)
-    options = [[part.under(surface, way) for way in every] for part in parts]
-    table = best_table(options, prefix_s)
-    chosen = co_run(surface, parts, prefix_s, (every[m] for m in table))
-    return co_run(surface, parts, prefix_s, list(_prolonged(chosen, options, every)))
-
-
-def _prolonged(chosen: CoRun, options: Sequence[Sequence[Option]], ways: Sequence[Way]) -> Iterator[Way]:
-    """Behind the last prefix any way is as good: should some be left after all, the cheapest for a second hidden is."""
-    left = chosen.prefix_s
-    for row, of_part in zip(chosen.rows, options, strict=True):
-        yield Way(row.chunk_tokens, row.sms) if left > TINY_S else ways[_cheapest(of_part)]
-        left -= row.hidden_s
-
-
-def _cheapest(options: Sequence[Option]) -> int:
-    """The way that costs decode least for what it hides; to wait, where each costs more than it hides."""
-    worth = [m for m, option in enumerate(options) if option.hidden > option.cost]
-    return min(worth, key=lambda m: options[m].cost / options[m].hidden, default=0)
-
-
-TINY_S = 1e-5
-"""Rows are rounded to a microsecond."""
+    best = best_table(tuple(tuple(part.under(surface, way) for way in every) for part in parts), prefix_s)
+    return replace(co_run(surface, parts, prefix_s, [every[m] for m in best.table]), gap_s=best.gap)

@@ -8,10 +8,11 @@ schedule: serial                      none    phases run one after the other
 Solved: decode is cut into parts, by how many responses still decode (lengths.py). The co-run surface of the job's
 calibration says what each way of running prefixes does in each part; the table under which decode and prefixes end
 first is searched for (co_run_search.py). MPS default and every measured share are among the tables, so none of them
-is better. Lengths are a guess, but none is over the budget: a row also holds from the token on from which a step at its
-budget has no more to decode than the row and those behind it were to take. Prefixes keep the schedule's order and
-places: what runs when changes, nothing else. They run whole, prompt by prompt, so that of the surface's chunks only
-those of about a prompt's length count.
+is better; where the search was cut short, no change of one row is, and the plan has the bound of all tables. Lengths
+are a guess, but none is over the budget: a row also holds from the token on from which a step at its budget has no
+more to decode than the row and those behind it were to take. Prefixes keep the schedule's order and places: what runs
+when changes, nothing else. They run whole, prompt by prompt, so that of the surface's chunks only those of about a
+prompt's length count.
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ class SharePolicyPass:
         return module.put(found)
 
 
-_WHY = {"mps": "either side may take what the other leaves idle (paper section 4.6)", "fixed": "as the job states"}
+_WHY = {
+    "mps": "either side may take what the other leaves idle (paper section 4.6)",
+    "fixed": "as the job states",
+    "solved": "the table of the surface under which decode and prefixes end first",
+    "found": "the best table of the surface that was found; no change of one row is better",
+}
 
 
 def _stated(job: Job, turn: Turn) -> SharePolicy:
@@ -83,17 +89,22 @@ def _stated(job: Job, turn: Turn) -> SharePolicy:
 
 def _solved(job: Job, turn: Turn, shared: CoRun) -> SharePolicy:
     rows, surface = _rows(job, shared)
-    mps = under_mps(job, turn.decode_s, turn.prefix_s)
+    mps, reached = under_mps(job, turn.decode_s, turn.prefix_s), _reached(shared)
     policy = Policy(
         kind="solved",
         surface=surface,
         rows=rows,
         mps_s=round(mps.both_s, 6) if mps else None,
-        why="the table of the surface under which decode and prefixes end first",
+        why=_WHY["solved" if reached.status == "optimal" else "found"],
     )
-    both = round(shared.both_s, 6)
-    result = SolverResult(name="share-policy", status="optimal", objective="P1 seconds", value=both, bound=both)
-    return SharePolicy(policy, (result,))
+    return SharePolicy(policy, (reached,))
+
+
+def _reached(shared: CoRun) -> SolverResult:
+    """What the search showed, to the microsecond of rows."""
+    both, bound = round(shared.both_s, 6), round(shared.both_s - shared.gap_s, 6)
+    status = "optimal" if bound == both else "feasible"
+    return SolverResult(name="share-policy", status=status, objective="P1 seconds", value=both, bound=bound)
 
 
 def _rows(job: Job, shared: CoRun) -> tuple[tuple[PolicyRow, ...], str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mutants.agree import with_job
 from mutants.edit import mutant, summarise
-from rollplex.ir.plan import Plan
+from rollplex.ir.plan import Plan, SolverResult
 from rollplex.ir.planned_sharing import PolicyRow
 
 
@@ -124,6 +124,22 @@ def mps_default_that_takes_another_time(plan: Plan) -> Iterator[Plan]:
         yield with_policy(plan, mps_s=(policy.mps_s or 0.0) + 0.5)
     if policy.mps_s is not None:
         yield with_policy(plan, mps_s=None)
+
+
+@mutant("solver")
+def result_of_another_table(plan: Plan) -> Iterator[Plan]:
+    """Value and bound agree with each other, not with the rows; a bound that nothing proves; no result, or one more."""
+    results = plan.summary.solvers
+    for i, told in enumerate(results):
+        if told.name == "share-policy":
+            shifted = {"value": told.value - 0.5, "bound": told.bound - 0.5}
+            unproven = {"status": "feasible", "bound": told.bound - 0.5}
+            for fields in (shifted, unproven, {"objective": "step seconds"}):
+                yield summarise(plan, solvers=(*results[:i], told.model_copy(update=fields), *results[i + 1 :]))
+            yield summarise(plan, solvers=(*results[:i], *results[i + 1 :]))
+    if plan.summary.policy.kind != "solved":
+        told = SolverResult(name="share-policy", status="optimal", objective="P1 seconds", value=1.0, bound=1.0)
+        yield summarise(plan, solvers=(*results, told))
 
 
 @mutant("sharing")

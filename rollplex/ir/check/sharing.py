@@ -3,6 +3,10 @@
 row  at most 24 decode, prefixes of 6000 tokens on 80 SMs      alone 8.0 s  decode 11.3 s  hidden 6.1 s
      the surface at 24, 6000, 80: 1.41 times as slow, 0.54 of the rate      8.0 x 1.41     8.0 x 1.41 x 0.54
 
+Where the search could not prove its table, its bound is the dual: whatever price l a second of prefix work has,
+
+    P1 >= decode + P - l P - sum over rows of the most that a way brings, hidden (1 - l) - cost        0 <= l <= 1
+
 Rows begin where the job's lengths say that so many decode (decoding.py), or as long before the budget as decode is then
 told to go on. Where ranks cut a model, prefixes take no less than what they exchange, which was measured too.
 """
@@ -17,17 +21,23 @@ from rollplex.ir.check.decoding import beginnings
 from rollplex.ir.check.facts import Facts
 from rollplex.ir.check.rules import Violation
 from rollplex.ir.job import Job
+from rollplex.ir.plan import SolverResult
 from rollplex.ir.planned_sharing import PolicyRow
 from rollplex.ir.work import role_work
 
 ROUNDED_S = 1e-4
 """Rows are rounded to a microsecond, and summed up."""
+THIRDS = 80
+"""Times that two thirds of an interval are kept: 2/3 to the 80th is 1e-14."""
 Way = tuple[int, int]
 
 
 def check_sharing(facts: Facts, job: Job) -> Iterator[Violation]:
     """The table of a job that has a surface for it; none of one that has not."""
     policy, surface = facts.plan.summary.policy, _surface(job) if facts.plan.summary.policy.kind != "none" else None
+    if len(found := _results(facts)) != (policy.kind == "solved"):
+        yield _unproven(f"{policy.kind} sharing is solved once if it is solved, and has {len(found)} results")
+        return
     if surface is None:
         if policy.rows or policy.surface or policy.mps_s is not None:
             yield _wrong("it has a table, and the job no surface that says so")
@@ -46,6 +56,14 @@ def check_sharing(facts: Facts, job: Job) -> Iterator[Violation]:
 
 def _wrong(what: str) -> Violation:
     return Violation("sharing", what, where="policy")
+
+
+def _unproven(what: str) -> Violation:
+    return Violation("solver", what, where="share-policy")
+
+
+def _results(facts: Facts) -> list[SolverResult]:
+    return [s for s in facts.plan.summary.solvers if s.name == "share-policy"]
 
 
 def _surface(job: Job) -> Surface | None:
@@ -89,7 +107,7 @@ def _beginnings(job: Job, rows: Sequence[PolicyRow]) -> Iterator[Violation]:
 
 
 def _seconds(facts: Facts, job: Job, surface: Surface, chunk: int) -> Iterator[Violation]:
-    """Rows have the surface's seconds and add up to the step's; neither MPS default nor a change of a row is better."""
+    """Rows have the surface's seconds and add up to the step's."""
     times, policy = facts.plan.summary.times, facts.plan.summary.policy
     rows, prefix_s = policy.rows, times.prefix_s
     ways = [(row.chunk_tokens, row.sms) for row in rows]
@@ -104,14 +122,25 @@ def _seconds(facts: Facts, job: Job, surface: Surface, chunk: int) -> Iterator[V
         yield _wrong(
             f"its prefixes take {prefix_s:.6f} s, what their ranks exchange was measured to take {least:.6f} s"
         )
+    if policy.kind == "solved":
+        yield from _solved(facts, surface, chunk, ways)
+    elif policy.mps_s is not None:
+        yield _wrong(f"{policy.kind} is compared with MPS default")
+
+
+def _solved(facts: Facts, surface: Surface, chunk: int, ways: Sequence[Way]) -> Iterator[Violation]:
+    """What was searched for takes what it is told to, as do MPS default and the bound; no change of a row is better."""
+    policy, prefix_s = facts.plan.summary.policy, facts.plan.summary.times.prefix_s
+    rows, (told,) = policy.rows, _results(facts)
     own = both_s(surface, rows, prefix_s, ways)
     mps = both_s(surface, rows, prefix_s, [(chunk, surface.all_sms)] * len(rows))
-    if policy.kind != "solved":
-        if policy.mps_s is not None:
-            yield _wrong(f"{policy.kind} is compared with MPS default")
-        return
     if policy.mps_s is None or _apart(policy.mps_s, mps):
         yield _wrong(f"MPS default is told to take {policy.mps_s} s, the surface gives {mps:.6f} s")
+    if told.objective != "P1 seconds" or _apart(told.value, own):
+        yield _unproven(f"{told.objective}: {told.value:.6f}, the table takes P1 {own:.6f} s")
+    # That an optimum meets its bound is seen with those of other solvers: numbers.py.
+    elif told.status != "optimal" and _apart(told.bound, least := least_s(surface, rows, prefix_s, chunk)):
+        yield _unproven(f"its bound is {told.bound:.6f} s, that of all tables {least:.6f} s")
     for better in _others(surface, chunk, ways):
         if (least := both_s(surface, rows, prefix_s, better)) < own - ROUNDED_S:
             yield _wrong(f"it takes {own:.6f} s; another table, {_told(ways, better)}, takes {least:.6f} s")
@@ -149,6 +178,24 @@ def both_s(surface: Surface, rows: Sequence[PolicyRow], prefix_s: float, ways: S
     """Seconds until decode and prefixes have ended."""
     found = list(replay(surface, rows, prefix_s, ways))
     return sum(d for d, _ in found) + max(prefix_s - sum(h for _, h in found), 0.0)
+
+
+def least_s(surface: Surface, rows: Sequence[PolicyRow], prefix_s: float, chunk: int) -> float:
+    """The most that the dual proves: no table takes less. Convex in the price, so thirds find where it is tightest."""
+    ways = [
+        [(0.0, 0.0), *((row.alone_s * b.slower * b.rate, row.alone_s * (b.slower - 1)) for b in beside)]
+        for row in rows
+        for beside in [[surface.beside(row.live_at_most, chunk, sms) for sms in surface.sms(chunk)]]
+    ]
+
+    def gain(price: float) -> float:
+        return price * prefix_s + sum(max(h * (1 - price) - c for h, c in of_row) for of_row in ways)
+
+    low, high = 0.0, 1.0
+    for _ in range(THIRDS):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, b) if gain(a) <= gain(b) else (a, high)
+    return sum(row.alone_s for row in rows) + prefix_s - gain(low)
 
 
 def _others(surface: Surface, chunk: int, ways: Sequence[Way]) -> Iterator[list[Way]]:
