@@ -17,13 +17,7 @@ from typing import Any
 import pytest
 from mutants.edit import summarise
 from mutants.plans import CALIBRATED, SOLVED
-from mutants.sharing import (
-    result_of_another_table,
-    row_that_prefixes_do_not_wait_in,
-    row_with_other_seconds,
-    with_policy,
-    with_row,
-)
+from mutants.sharing import result_of_another_table, row_that_prefixes_do_not_wait_in, with_policy, with_row
 
 from rollplex import api
 from rollplex.ir.calibration import Surface, read_calibration
@@ -225,7 +219,7 @@ def test_what_is_not_proven_is_told_so(tmp_path: Path) -> None:
     told = next(line for line in page.splitlines() if "share-policy" in line)
     assert "feasible" in told
     assert "(bound " in told
-    for make in (result_of_another_table, row_with_other_seconds, row_that_prefixes_do_not_wait_in):
+    for make in (result_of_another_table, row_that_prefixes_do_not_wait_in):
         assert all(check_plan(wrong) for wrong in make(plan))
 
 
