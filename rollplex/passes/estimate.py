@@ -3,8 +3,8 @@
 decode 88.4 s  prefix 16.9 s  post 72.9 s  step 163.0 s  serial 179.2 s  1.10x
 
 T_D decode (behind the engine's own prefill, and with what it takes to read weights in a shared layout), T_P prefix, d_D
-decode's slowdown beside the prefixes, T_post all after the rollout, publication included: the serial step takes T_D + T_P + T_post, and overlap
-saves min(T_P - d_D, T_D) of it at most.
+decode's slowdown beside the prefixes, T_post all after the rollout, publication included: the serial step takes
+T_D + T_P + T_post, and overlap saves min(T_P - d_D, T_D) of it at most.
 """
 
 from __future__ import annotations
