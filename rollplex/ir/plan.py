@@ -23,7 +23,7 @@ from rollplex.ir.processes import ProcessKind
 from rollplex.ir.steps import Flag, Number, Seconds, Step, Strict, Whole
 from rollplex.ir.textfile import read_text
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_SLOTS = 65536
 MOST_PLAN_BYTES = 1 << 30
 
@@ -277,7 +277,7 @@ class LossPlan(Strict):
 class Plan(Strict):
     """The whole plan; `programs` has one list of steps for each process kind."""
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[3] = SCHEMA_VERSION
     feasible: Flag
     schedule: str
     algorithm: str = Field(description="file and name of the algorithm")
