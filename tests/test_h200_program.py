@@ -287,7 +287,7 @@ def test_a_program_that_fails_is_told_by_its_end(tmp_path: Path, monkeypatch: py
 
 def test_a_program_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is interrupted and says its last words; one that does not hear is killed; both with what they have started."""
-    hears = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's `&` ignores it
+    hears = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & does not
     (tmp_path / "slow.py").write_text(
         f"{hears}try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit('my last words')\n"
     )
